@@ -1,4 +1,4 @@
-"""Writes the tables in the pages of benchmarks/results from its JSON files: ``python -m benchmarks.tables``.
+"""Writes the tables in the pages of benchmarks/results, and README's, from JSON files: ``python -m benchmarks.tables``.
 
 A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, where WHAT is one of these:
 
@@ -7,6 +7,8 @@ A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, w
 - ``convergence TASK``: steps to a target (benchmarks/convergence),
 - ``endtoend``, ``endtoend-text [LOSS]``: seconds to the task's target, or to a loss (benchmarks/endtoend),
 - ``memory``: bytes per parameter (benchmarks/memory),
+- ``gpu about``, ``gpu PART``: where scripts/gpu.sh ran, and what it found (benchmarks/gpu),
+- ``support``: what is supported, by that,
 - ``newcomer``: what a newcomer costs the others (benchmarks/newcomer).
 """
 
@@ -18,6 +20,7 @@ from typing import Any
 
 from benchmarks.convergence.tables import task_table
 from benchmarks.endtoend.tables import table_of
+from benchmarks.gpu import tables as gpu
 from benchmarks.memory.measure import memory_table
 from benchmarks.network.tables import fastest_baselines, place_table
 from benchmarks.newcomer.tables import newcomer_table
@@ -25,6 +28,8 @@ from benchmarks.report.about import argument_parser
 
 RESULTS = Path(__file__).parent / "results"
 PAGES = tuple(sorted(RESULTS.glob("*.md")))
+WRITTEN = (*PAGES, RESULTS.parents[1] / "README.md")
+"""What has tables."""
 TABLE = re.compile(r"(<!-- table: (.+?) -->\n)(?:(?!<!-- table: ).)*?(?=<!-- end of table -->)", re.DOTALL)
 
 
@@ -49,6 +54,12 @@ def _table(what: str, page: Path) -> str:
             found = table_of(_results(benchmark), *map(float, target))
         case ["memory"]:
             found = memory_table(_results("memory"))
+        case ["gpu", "about"]:
+            found = gpu.about_of(_found("gpu"))
+        case ["gpu", part]:
+            found = gpu.table_of(_results("gpu"), int(part))
+        case ["support"]:
+            found = gpu.support_of(_found("gpu"))
         case ["newcomer"]:
             found = newcomer_table(_results("newcomer"))
         case _:
@@ -58,17 +69,27 @@ def _table(what: str, page: Path) -> str:
     return found
 
 
-@cache
 def _results(benchmark: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((RESULTS / f"{benchmark}.json").read_text())["results"]
+    found: list[dict[str, Any]] = _found(benchmark)["results"]
     return found
+
+
+@cache
+def _found(benchmark: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{benchmark}.json").read_text())
+    return found
+
+
+def write_pages() -> None:
+    """Write the tables."""
+    for page in WRITTEN:
+        page.write_text(made_anew(page.read_text(), page))
 
 
 def main() -> None:
     """Write the tables."""
     argument_parser("benchmarks.tables", __doc__).parse_args()
-    for page in PAGES:
-        page.write_text(made_anew(page.read_text(), page))
+    write_pages()
 
 
 if __name__ == "__main__":

@@ -7,18 +7,18 @@ from torch.nn import functional
 
 
 class Transformer(nn.Module):
-    """A decoder of bytes, with tied embeddings (GPT-2's blocks, without dropout)."""
+    """A decoder of bytes or other tokens, with tied embeddings (GPT-2's blocks, without dropout)."""
 
-    def __init__(self, width: int, layers: int, heads: int, context: int) -> None:
+    def __init__(self, width: int, layers: int, heads: int, context: int, tokens: int = 256) -> None:
         super().__init__()
-        self.bytes = nn.Embedding(256, width)
+        self.bytes = nn.Embedding(tokens, width)
         self.places = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads, causal=True) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         _initialize(self, self.blocks)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the logits of the next bytes, shape (windows, context, 256), for bytes (windows, context)."""
+        """Return the logits of the next tokens, shape (windows, context, tokens), for tokens (windows, context)."""
         y = self.bytes(x) + self.places.weight[: x.shape[1]]
         for block in self.blocks:
             y = block(y)

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from lsgd.errors import ConfigError
+from lsgd.protocol.messages import Place
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints, in the run folder."""
@@ -111,17 +112,18 @@ def claimed(folder: Path, node: int, address: str) -> Iterator[None]:
         os.close(descriptor)
 
 
-def find_live(folder: Path) -> tuple[Path, str]:
-    """Return the folder and the global server's address of this user's newest running run in a folder.
+def find_live(folder: Path) -> tuple[Path, str, bytes]:
+    """Return the folder of this user's newest running run in a folder, and its global server's address and public key.
 
-    Raises ConfigError if none is running.
+    The key is empty as long as it is the one in the node's token. Raises ConfigError if none is running.
     """
     live = []
     for path in (*folder.glob("node*.lock"), *folder.glob("*/node*.lock")):
-        with suppress(OSError, IndexError), path.open() as file:
+        with suppress(OSError, ValueError), path.open() as file:
             status = os.fstat(file.fileno())
             if status.st_uid == os.getuid() and _flock(file.fileno(), fcntl.LOCK_SH):
-                live.append((status.st_mtime_ns, path.parent, file.read().split()[2]))
+                _, _, address, key, *_ = [*file.read().split(), ""]
+                live.append((status.st_mtime_ns, path.parent, address, bytes.fromhex(key)))
     if not live:
         raise ConfigError(
             f"none of the runs that you launched is running in {folder}: name its folder (--run DIR), or the "
@@ -164,6 +166,21 @@ def _lock(descriptor: int, folder: Path, node: int, address: str) -> None:
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()} {address}\n".encode(), 0)
+
+
+def moved(folder: Path, node: int, place: Place) -> None:
+    """Write into the lock of a node that the run's global server is at another place now."""
+    words = f"{os.getpid()} {socket.gethostname()} {place.address} {place.key.hex()} {place.node}\n"
+    with suppress(OSError):
+        (folder / f"node{node}.lock").write_text(words)
+
+
+def followed(folder: Path, node: int) -> Place | None:
+    """Return where the global server was that the last launcher of a node followed, if the run had moved there."""
+    with suppress(OSError, ValueError):
+        _, _, address, *key, served_by = (folder / f"node{node}.lock").read_text().split()
+        return Place(int(served_by), address, bytes.fromhex("".join(key)))
+    return None
 
 
 def is_unfinished(folder: Path) -> bool:

@@ -59,7 +59,8 @@ def test_targets_are_those_that_there_are() -> None:
         for fault in burst.faults:
             targets.setdefault(fault.what, set()).add(fault.target)
     assert targets["kill worker"] == {f"{node}/worker{index}" for node in NODES for index in (0, 1)}
-    assert targets["kill global server"] == {"node0/global"}
+    assert targets["kill global server"] == {"global"}
+    assert targets["lose node 0"] == {"node0"}
     assert targets["cut pair"] == {"node0 - node1", "node0 - node2", "node1 - node2"}
     assert targets["cut one way"] == {f"{a} -> {b}" for a in NODES for b in [*NODES, "all"] if a != b}
     assert targets["fill disk"] == set(NODES)

@@ -1,11 +1,12 @@
 """What the servers cost: ``python -m benchmarks.control [--quick] [--only PART] [--json FILE]``.
 
-Five parts:
+Six parts:
 
 - ``requests``: one real global server on one core, and processes on the others that speak as local servers do and ask
   for iterations as fast as they are granted.
 - ``events``: the same with and without ten subscribers of the stream of events, who read four times a second each, in
   turns.
+- ``standbys``: the same with and without copies of the journal for two nodes.
 - ``waits``: a real global server, real local servers and 64 workers that iterate in 50 ms; what they wait between two
   iterations. Without lookahead that is the way of a request from the worker to its node's server, to the global one
   and back. One of the workers asks through the client's own Channel, in a process of its own: what it waits is what a
@@ -21,13 +22,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks.control.servers import Requests, Subscribed, Waits, measure_requests, measure_subscribers, measure_waits
+from benchmarks.control.servers import Beside, Requests, Waits, measure_beside, measure_requests, measure_waits
 from benchmarks.control.virtual import Growth, Simulated, measure_growth, simulate
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
 
-PARTS = ("requests", "events", "waits", "simulation", "growth")
-Result = Requests | Subscribed | Waits | Simulated | Growth
+PARTS = ("requests", "events", "standbys", "waits", "simulation", "growth")
+Result = Requests | Beside | Waits | Simulated | Growth
 
 
 SUBSCRIBERS = 10
@@ -70,7 +71,9 @@ def measure(part: str, size: Size) -> Iterator[Result]:
         for workers in size.load_workers:
             yield measure_requests(workers, size.seconds)
     elif part == "events":
-        yield measure_subscribers(max(size.load_workers), size.seconds, SUBSCRIBERS, size.turns)
+        yield measure_beside(max(size.load_workers), size.seconds, size.turns, subscribers=SUBSCRIBERS)
+    elif part == "standbys":
+        yield measure_beside(max(size.load_workers), size.seconds, size.turns)
     elif part == "waits":
         for lookahead in size.lookaheads:
             yield from measure_waits(size.nodes, size.seconds, lookahead)

@@ -1,7 +1,8 @@
 """Asks a global server for iterations as fast as it answers: one process that speaks as a node's local server does.
 
 Prints a line when all its workers are past the first round, and then as JSON how many requests were answered in how
-many seconds. No worker ever has more than one request under way.
+many seconds. No worker ever has more than one request under way. With --standby it offers to serve the run, and gets
+copies of the journal.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from benchmarks.control.worker import greeting
 from lsgd.protocol.messages import (
     PROTOCOL,
+    Copy,
     Done,
     Go,
     Heartbeat,
@@ -26,6 +28,7 @@ from lsgd.protocol.messages import (
     worker_name,
 )
 from lsgd.protocol.sockets import Connector, Poller
+from lsgd.server.held import HeldCopy
 
 START_WITHIN_S = 60.0
 WARM_UP_S = 0.3
@@ -39,10 +42,11 @@ class Node:
         address: of the global server.
         node: its index.
         workers: how many.
+        place: where it offers to serve; empty: nowhere.
     """
 
-    def __init__(self, address: str, node: int, workers: int) -> None:
-        self._node = node
+    def __init__(self, address: str, node: int, workers: int, place: str = "") -> None:
+        self._node, self._place, self._copy = node, place, HeldCopy()
         self._link = Connector(address, f"node{node}#1".encode())
         self._poller = Poller(self._link)
         self._names = {node * workers + index + 1: worker_name(node, index) for index in range(workers)}
@@ -57,14 +61,13 @@ class Node:
             TimeoutError: not within a minute.
         """
         deadline = time.monotonic() + START_WITHIN_S
-        hello = encode(NodeHello(PROTOCOL, self._node, 1, "load", "0"))
         joins = [encode(greeting(self._node, index, one)) for index, one in enumerate(self._names)]
         welcome = False
         while not all(self._committed.values()):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no first round of all workers within {START_WITHIN_S:g} s")
             if not welcome:
-                self._link.send([hello])
+                self._link.send([self._hello()])
             for incarnation, frame in self._answers(timeout_s=0.2):
                 match decode(frame):
                     case NodeWelcome() if not welcome:
@@ -101,12 +104,18 @@ class Node:
     def _answers(self, timeout_s: float) -> Iterator[tuple[int, bytes]]:
         """Yield the incarnation (0: none) and the frame of each answer; keep the leases alive."""
         if time.monotonic() - self._beat_at > HEARTBEAT_S:
-            self._link.send([encode(Heartbeat(name, incarnation)) for incarnation, name in self._names.items()])
+            beats = [encode(Heartbeat(name, incarnation)) for incarnation, name in self._names.items()]
+            self._link.send([self._hello(), *beats])
             self._beat_at = time.monotonic()
         self._poller.wait(timeout_s)
         for frames in self._link.receive():
             for peer, frame in zip(frames[::2], frames[1::2], strict=True):
+                if kind_of(frame) is Copy and isinstance(copy := decode(frame), Copy):
+                    self._copy.take(copy)
                 yield int(peer or 0), frame
+
+    def _hello(self) -> bytes:
+        return encode(NodeHello(PROTOCOL, self._node, 1, "load", "0", 0, self._place, self._copy.copied))
 
     def _ask(self, incarnation: int) -> bytes:
         self._seqs[incarnation] += 1
@@ -123,8 +132,9 @@ def main() -> None:
     parser.add_argument("node", type=int)
     parser.add_argument("workers", type=int)
     parser.add_argument("seconds", type=float)
+    parser.add_argument("--standby", action="store_true")
     given = parser.parse_args()
-    node = Node(given.address, given.node, given.workers)
+    node = Node(given.address, given.node, given.workers, "tcp://127.0.0.1:1" if given.standby else "")
     node.start()
     node.serve(WARM_UP_S)
     print("started", flush=True)

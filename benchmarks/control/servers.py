@@ -45,22 +45,22 @@ class Requests:
 
 
 @dataclass(frozen=True)
-class Subscribed:
-    """What one global server answered without and with subscribers of its stream of events."""
+class Beside:
+    """What one global server answered without and with subscribers of its stream of events, or standbys."""
 
     workers: int
-    subscribers: int
+    beside: str
     requests_per_s: float
-    watched_requests_per_s: float
+    requests_per_s_with: float
     ratio: float
     cpu_ratio: float
 
-    columns: ClassVar = ("workers", "subscribers", "requests/s without", "with", "ratio", "ratio by the server's CPU")
+    columns: ClassVar = ("workers", "beside", "requests/s without", "with", "ratio", "ratio by the server's CPU")
 
     def cells(self) -> Sequence[str]:
         """Return it as a line of the table."""
-        rates = (f"{self.requests_per_s:,.0f}", f"{self.watched_requests_per_s:,.0f}")
-        return (str(self.workers), str(self.subscribers), *rates, f"{self.ratio:.3f}", f"{self.cpu_ratio:.3f}")
+        rates = (f"{self.requests_per_s:,.0f}", f"{self.requests_per_s_with:,.0f}")
+        return (str(self.workers), self.beside, *rates, f"{self.ratio:.3f}", f"{self.cpu_ratio:.3f}")
 
 
 @dataclass(frozen=True)
@@ -132,25 +132,31 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measure_subscribers(workers_per_node: int, seconds: float, subscribers: int, turns: int) -> Subscribed:
-    """Load a server with and without subscribers of its stream of events, in turns."""
-    found = [
-        (measure_requests(workers_per_node, seconds), measure_requests(workers_per_node, seconds, subscribers))
-        for _ in range(turns)
-    ]
-    alone, watched = zip(*found, strict=True)
-    return Subscribed(
+def measure_beside(workers_per_node: int, seconds: float, turns: int, *, subscribers: int = 0) -> Beside:
+    """Load a server with and without subscribers of its stream of events, or two standbys, in turns."""
+
+    def beside() -> Requests:
+        return measure_requests(workers_per_node, seconds, subscribers, standbys=not subscribers)
+
+    found = [(measure_requests(workers_per_node, seconds), beside()) for _ in range(turns)]
+    alone, both = zip(*found, strict=True)
+    return Beside(
         alone[0].workers,
-        subscribers,
+        f"{subscribers} subscribers" if subscribers else f"{LOAD_NODES} standbys",
         statistics.median(one.requests_per_s for one in alone),
-        statistics.median(one.requests_per_s for one in watched),
-        statistics.median(w.requests_per_s / a.requests_per_s for a, w in found),
-        statistics.median(a.server_cpu_us / w.server_cpu_us for a, w in found),
+        statistics.median(one.requests_per_s for one in both),
+        statistics.median(b.requests_per_s / a.requests_per_s for a, b in found),
+        statistics.median(a.server_cpu_us / b.server_cpu_us for a, b in found),
     )
 
 
-def measure_requests(workers_per_node: int, seconds: float, subscribers: int = 0) -> Requests:
-    """Load a server on the first core from the other cores, or from all if there is one only."""
+def measure_requests(
+    workers_per_node: int, seconds: float, subscribers: int = 0, *, standbys: bool = False
+) -> Requests:
+    """Load a server on the first core from the other cores, or from all if there is one only.
+
+    ``standbys``: whether the two nodes that load it get copies of its journal, too.
+    """
     cores = sorted(os.sched_getaffinity(0))
     others = set(cores[1:] or cores)
     with contextlib.ExitStack() as stack:
@@ -170,8 +176,8 @@ def measure_requests(workers_per_node: int, seconds: float, subscribers: int = 0
             if not reading.stdout or reading.stdout.readline() != "started\n":
                 raise RuntimeError("the subscribers did not start; their error is above")
         loads = []
-        for node in range(LOAD_NODES):
-            arguments = [address, str(node), str(workers_per_node), str(seconds)]
+        for node in range(1, LOAD_NODES + 1):  # node 0 has the server
+            arguments = [address, str(node), str(workers_per_node), str(seconds)] + ["--standby"] * standbys
             load = subprocess.Popen(
                 [sys.executable, "-m", "benchmarks.control.load", *arguments],
                 cwd=ROOT,

@@ -89,7 +89,11 @@ class Injector:
         self._say(f"over: {active.fault.what}: {active.fault.target}")
 
     def _process(self, name: str) -> int | None:
-        return self._nodes[name.partition("/")[0]].processes().get(name)
+        """Return the id of a process of a node, or of the global server, which is on any."""
+        if name != "global":
+            return self._nodes[name.partition("/")[0]].processes().get(name)
+        found = (node.processes().get(f"{node.name}/global") for node in self._nodes.values())
+        return next((pid for pid in found if pid), None)
 
     def _kill(self, fault: Fault) -> Callable[[], None] | None:
         pid = self._process(fault.target)
@@ -107,6 +111,21 @@ class Injector:
                     send(pid, signal.SIGCONT)
 
         return go_on
+
+    def _lose(self, fault: Fault) -> Callable[[], None] | None:
+        """Kill all of a node and take it off the network; it comes back with its disk, as a machine after an outage."""
+        node = self._nodes[fault.target]
+        if node.launcher is None:
+            return None
+        mend = self._cut(Fault("cut node", fault.target, fault.delay_s, fault.seconds))
+        node.lose()
+
+        def come_back() -> None:
+            if mend:
+                mend()
+            node.launch_again()
+
+        return come_back
 
     def _cut(self, fault: Fault) -> Callable[[], None] | None:
         pairs = blocked(fault, list(self._nodes))

@@ -55,31 +55,47 @@ class Node:
         self.output = folder / f"{host.name}.log"
         self.launcher: subprocess.Popen[bytes] | None = None
         self._workers = workers
+        self._start: tuple[list[str], dict[str, str], tuple[str, ...]]
         self._folder = folder / host.name
-        self._run_dir, self._temporary = self._folder / "run", self._folder / "tmp"
-        self._run_dir.mkdir(parents=True)
+        self.run_dir, self._temporary = self._folder / "run", self._folder / "tmp"
+        self.run_dir.mkdir(parents=True)
         self._temporary.mkdir()
         # In the mounts of this host only: it is gone when the host is.
-        call(host, ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "soak", str(self._run_dir)])
+        call(host, ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "soak", str(self.run_dir)])
 
     @property
     def disk(self) -> Path:
         """The run folder, as seen from outside the host."""
-        return Path(f"/proc/{self.host.pid}/root{self._run_dir}")
+        return Path(f"/proc/{self.host.pid}/root{self.run_dir}")
 
     def launch(self, nodes: int, address: str, plan: Path, environ: Mapping[str, str], *script: str) -> None:
         """Start ``lsgd launch`` as a user does, with keys, in a shell with the usual limits."""
-        command = launch_command(self.host.index, nodes, address, self._workers, plan, self._run_dir)
+        command = launch_command(self.host.index, nodes, address, self._workers, plan, self.run_dir)
+        self._start = command, dict(environ), script
+        self.launch_again()
+
+    def launch_again(self) -> None:
+        """Start it as it was started before; a run that is in its folder goes on."""
+        command, environ, script = self._start
         limited = ["sh", "-c", f'ulimit -Sn {SOFT_DESCRIPTORS}; exec "$@"', "sh"]
-        with self.output.open("wb") as output:
+        with self.output.open("ab") as output:
             self.launcher = self.host.popen(
-                [*limited, *command, "--", *script],
+                [*limited, *command, "--resume-if-any", "--", *script],
                 cwd=ROOT,
                 env={**environ, "TMPDIR": str(self._temporary)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
+
+    def lose(self) -> None:
+        """Kill the launcher, and with it all that it has started."""
+        if self.launcher is not None:
+            self.launcher.kill()
+            self.launcher.wait()
+            self.launcher = None
+        for path in self._temporary.iterdir():  # what a machine does when it starts
+            shutil.rmtree(path, ignore_errors=True)
 
     def processes(self) -> dict[str, int]:
         """Return the ids of the run's processes by name: ``node0/global``, ``node0/worker1``, ``node0/launcher``."""
@@ -134,13 +150,13 @@ class Node:
 
 
 class Watch:
-    """The state of the run, as ``lsgd status`` has it, twice a second."""
+    """The state of the run, as ``lsgd status`` on a node has it, twice a second."""
 
-    def __init__(self, host: Host, address: str, folder: Path, environ: Mapping[str, str]) -> None:
-        self._path = folder / "status.jsonl"
-        with self._path.open("wb") as output, (folder / "watch.log").open("wb") as errors:
-            command = [sys.executable, "-m", "benchmarks.soak.watch", address]
-            self.process = host.popen(command, cwd=ROOT, env=dict(environ), stdout=output, stderr=errors)
+    def __init__(self, node: Node, folder: Path, environ: Mapping[str, str]) -> None:
+        self._path = folder / f"{node.name}-status.jsonl"
+        with self._path.open("wb") as output, (folder / f"{node.name}-watch.log").open("wb") as errors:
+            command = [sys.executable, "-m", "benchmarks.soak.watch", str(node.run_dir)]
+            self.process = node.host.popen(command, cwd=ROOT, env=dict(environ), stdout=output, stderr=errors)
         self._stream = self._path.open("rb")
         self._rest = b""
 

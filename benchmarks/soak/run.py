@@ -1,6 +1,7 @@
 """One training of benchmarks/soak, from the launch of its nodes to what they have left."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -17,7 +18,6 @@ from benchmarks.soak.nodes import Node, Watch, await_end, call, descriptors, sen
 from benchmarks.soak.schedule import Burst, schedule
 from benchmarks.soak.verdict import YOUNGEST, Outcome, Record
 from benchmarks.testbed import Testbed, TestbedError
-from benchmarks.testbed.launch import PORT
 
 RATE_MBIT = 100.0
 NO_LIMIT = 10**9
@@ -100,10 +100,9 @@ class _Run:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("LSGD_")}
         self._environ = {**environ, "OMP_NUM_THREADS": "1", "LSGD_KEYS": str(folder / "keys")}
         self._nodes = [Node(host, folder, settings.workers) for host in testbed.hosts[:-1]]
-        self._address = f"tcp://{testbed.hosts[0].address}:{PORT}"
         self._injector = Injector(self._nodes, testbed.hosts[-1], self._environ, self._say)
         self._closing = closing
-        self._watch: Watch | None = None
+        self._watches: list[Watch] = []
         self._state: dict[str, Any] = {}
         self._heard_at = self._grew_at = time.monotonic()
         self._stalled_s = 0.0
@@ -124,8 +123,8 @@ class _Run:
         command += ["--save-s", str(SAVE_S if self._settings.faults else 0.0)]
         for node in self._nodes:
             node.launch(len(self._nodes), self._nodes[0].host.address, plan, self._environ, *command)
-        self._watch = Watch(self._nodes[0].host, self._address, self._folder, self._environ)
-        self._closing.callback(self._watch.close)
+            self._watches.append(Watch(node, self._folder, self._environ))
+            self._closing.callback(self._watches[-1].close)
         if self._until(self._trains(), STARTS_WITHIN_S) is None:
             if not self.record.trouble:
                 self._break(f"the run has not begun within {STARTS_WITHIN_S:g} s")
@@ -183,8 +182,8 @@ class _Run:
     def gather(self) -> None:
         """Take in what the training has left."""
         self._injector.end_all()
-        if self._watch:
-            self._watch.close()
+        for watch in self._watches:
+            watch.close()
         record = self.record
         record.seconds = time.monotonic() - self._begun_at
         if not record.trouble:
@@ -217,11 +216,15 @@ class _Run:
         return int(self._state.get("count", 0))
 
     def _sense(self) -> bool:
-        """Take in what the run says; return whether all is as it should be. Takes a tenth of a second."""
-        assert self._watch is not None
+        """Take in what the run says; return whether all is as it should be. Takes a tenth of a second.
+
+        Of several parts of the run, the one in the latest term counts.
+        """
         time.sleep(PERIOD_S)
         now = time.monotonic()
-        for state in self._watch.read():
+        for state in (state for watch in self._watches for state in watch.read()):
+            if state["term"] < self._state.get("term", 0):
+                continue
             if state["count"] > self._count:
                 self._grew_at = now
             if state["run"] not in self.record.runs:
@@ -274,21 +277,14 @@ class _Run:
 
     def _set_limit(self) -> bool:
         """Tell the run when to end, as an operator does; return whether it has heard."""
-        limit = self._count + TAIL
-        command = [
-            sys.executable,
-            "-m",
-            "lsgd.client",
-            "set",
-            f"iterations={limit}",
-            "--connect",
-            self._address,
-        ]
+        limit, nodes = self._count + TAIL, itertools.cycle(self._nodes)
+        command = [sys.executable, "-m", "lsgd.client", "set", f"iterations={limit}", "--run"]
         deadline = time.monotonic() + SET_WITHIN_S
         self._ending = True
         while True:
             try:
-                call(self._nodes[0].host, command, cwd=str(Path.cwd()), env=self._environ)
+                node = next(nodes)
+                call(node.host, [*command, str(node.run_dir)], cwd=str(Path.cwd()), env=self._environ)
                 break
             except TestbedError as error:
                 if time.monotonic() > deadline:
@@ -301,9 +297,11 @@ class _Run:
     def _sample(self) -> None:
         """Note the descriptors of all processes, and look whether the model is still what was trained."""
         for node in self._nodes:
-            for name, pid in node.processes().items():
+            processes = node.processes()
+            serves = ", serves" if f"{node.name}/global" in processes else ""  # then a launcher has more children
+            for name, pid in processes.items():
                 if count := descriptors(pid):
-                    self.record.descriptors.setdefault(f"{name} (process {pid})", []).append(count)
+                    self.record.descriptors.setdefault(f"{name} (process {pid}{serves})", []).append(count)
         age = max(_ages(self._results), default=0.0)
         if age < YOUNGEST * self._oldest - SLACK:
             self._break(f"the model is {age:.0f} steps old, and was {self._oldest:.0f}: it was thrown away")

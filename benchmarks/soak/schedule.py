@@ -14,6 +14,7 @@ WEIGHTS = {
     "cut node": 1,
     "cut one way": 2,
     "cut pair": 1,
+    "lose node 0": 1,
     "fill disk": 2,
     "junk garbage": 1,
     "junk idle": 1,
@@ -26,8 +27,15 @@ APART_S = 4.0
 SIZES = (1, 1, 1, 1, 2, 2, 3)
 """How many faults overlap, each as likely as the others."""
 
-NOT_TOGETHER = ({"fill disk", "kill global server"},)
-"""Pairs that nothing is promised for: a killed global server needs its journal, which needs the disk."""
+NOT_TOGETHER = (
+    {"fill disk", "kill global server"},
+    {"fill disk", "lose node 0"},
+    {"kill global server", "lose node 0"},
+    {"freeze global server", "lose node 0"},
+    {"freeze launcher", "lose node 0"},
+    {"cut node", "lose node 0"},
+)
+"""Pairs that nothing is promised for: a server that starts needs a journal and the disk, or a standby that hears it."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +129,8 @@ def _fault(chance: random.Random, what: str, delay_s: float, nodes: int, workers
         node = chance.choice(["node0", node])  # where the journal is
     target = {
         "worker": f"{node}/worker{chance.randrange(workers)}",
-        "global server": "node0/global",
+        "global server": "global",
+        "node 0": "node0",
         "launcher": f"{node}/launcher",
         "one way": f"{node} -> {chance.choice([other, 'all'])}",
         "pair": " - ".join(sorted((node, other))),

@@ -1,12 +1,18 @@
-"""Writes down the state of a run, a line of JSON twice a second, until it is ended: ``_soak_watch ADDRESS``."""
+"""Writes down the state of a node's run, a line of JSON twice a second, until it is ended.
+
+``python -m benchmarks.soak.watch FOLDER``: the run folder of a node, which knows where the global server is.
+"""
 
 import json
 import sys
 import time
+from dataclasses import replace
+from pathlib import Path
 
 from lsgd.errors import LsgdError
 from lsgd.protocol.keys import OPERATOR, connector_keys
 from lsgd.protocol.messages import StatusQuery
+from lsgd.run_folder import find_live
 from lsgd.watch.reader import ask
 
 PERIOD_S = 0.5
@@ -14,10 +20,12 @@ PERIOD_S = 0.5
 
 def main() -> None:
     """Ask the global server as ``lsgd status`` does."""
-    address = sys.argv[1]
+    folder = Path(sys.argv[1])
     while True:
         try:
-            status = ask(address, StatusQuery(0), connector_keys(address, None, OPERATOR, insecure=False))
+            _, address, key = find_live(folder)
+            keys = connector_keys(address, None, OPERATOR, insecure=False)
+            status = ask(address, StatusQuery(0), replace(keys, server=key) if keys and key else keys)
         except LsgdError as error:
             status = {"error": str(error)}
         status.pop("leaders", None)

@@ -59,6 +59,7 @@ LINKS: Mapping[str, tuple[float | None, float]] = {
     "1gbit": (1000.0, 0.0),
     "100mbit": (100.0, 0.0),
     "10mbit": (10.0, 0.0),
+    "1gbit-1ms": (1000.0, 1.0),
     "100mbit-5ms": (100.0, 5.0),
     "100mbit-25ms": (100.0, 25.0),
     "100mbit-20ms": (100.0, 20.0),

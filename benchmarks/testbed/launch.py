@@ -25,7 +25,15 @@ class RunFailedError(RuntimeError):
 
 
 def launch_command(
-    node: int, nodes: int, address: str, workers: int, plan: Path, run_dir: Path, *, port: int = PORT
+    node: int,
+    nodes: int,
+    address: str,
+    workers: int,
+    plan: Path,
+    run_dir: Path,
+    *,
+    port: int = PORT,
+    device: str = "cpu",
 ) -> list[str]:
     """Return the command that starts the servers and the workers of one node; ``--`` and a script are to follow."""
     options = {
@@ -34,7 +42,7 @@ def launch_command(
         "address": address,
         "port": port,
         "workers": workers,
-        "device": "cpu",
+        "device": device,
         "plan": plan,
         "run-dir": run_dir,
     }
@@ -95,14 +103,16 @@ def await_all(
         RunFailedError: one failed, or the time is over; all have been ended.
     """
     deadline = time.monotonic() + timeout_s
-    while True:
-        codes = [process.poll() for process in processes]
-        if any(codes) or None not in codes or time.monotonic() > deadline:
-            break
-        meanwhile()
-        time.sleep(POLL_PERIOD_S)
-    for process in processes:
-        process.kill()
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            if any(codes) or None not in codes or time.monotonic() > deadline:
+                break
+            meanwhile()
+            time.sleep(POLL_PERIOD_S)
+    finally:  # also when this process is interrupted
+        for process in processes:
+            process.kill()
     said = [_last_words(process) for process in processes]
     if any(codes):
         raise RunFailedError(f"{what} failed:\n" + "\n".join(text[-SHOWN_CHARACTERS:] for text in said))

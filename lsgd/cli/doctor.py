@@ -113,6 +113,8 @@ class Doctor:
         gpus = [torch.cuda.get_device_name(i) for i in range(usable)]
         cores = len(os.sched_getaffinity(0))
         self._note("ok", f"{cores} cores, {', '.join(gpus) or 'no GPU that torch can use'}")
+        if gpus:
+            self._note("ok", "to test lsgd on this GPU, run scripts/gpu.sh of a checkout (docs/guides/gpu.md)")
         free_gib = shutil.disk_usage(Path.cwd()).free / (1 << 30)
         kind = "ok" if free_gib > 1 else "warn"
         self._note(kind, f"{free_gib:.1f} GiB are free in {Path.cwd()}, for logs and checkpoints")

@@ -3,6 +3,7 @@
 import difflib
 import functools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,9 +164,10 @@ def connect(
     @click.option("--insecure", is_flag=True, help="Use no keys, if the server uses none either.")
     @functools.wraps(command)
     def connected(folder: Path, connect: str | None, token: Path | None, insecure: bool, **others: Any) -> Any:
+        key = b""
         if connect is None:
             try:
-                folder, connect = find_live(folder)
+                folder, connect, key = find_live(folder)
             except ConfigError:
                 if ended(folder, **others):
                     return None
@@ -176,6 +178,7 @@ def connect(
             if not connect.rpartition(":")[2].isdecimal():
                 raise click.UsageError(f"--connect {connect} has no port: --connect {connect}:{DEFAULT_PORT}")
             connect = f"tcp://{connect}"
-        return command(connect, connector_keys(connect, token, OPERATOR, insecure=insecure), **others)
+        keys = connector_keys(connect, token, OPERATOR, insecure=insecure)
+        return command(connect, replace(keys, server=key) if keys and key else keys, **others)
 
     return connected

@@ -608,12 +608,12 @@ class Worker:
         """Whether the run has ended, and the model is its consensus."""
         return self._steps.rounds.has_consensus
 
-    def _end_judged(self, *, reason: str = "", judges: bool = True) -> NonFiniteError | None:
-        """Leave, and return the error of a run that has ended with a non-finite model; it looks only if it ``judges``.
+    def _end_judged(self, *, reason: str = "") -> NonFiniteError | None:
+        """Leave, and return the error of a run that has ended with a non-finite model.
 
         The processes of an island can look together only before they leave.
         """
-        judges = judges and self.stopped and (self._open or self._membership.island.size == 1)
+        judges = self.stopped and (self._open or self._membership.island.size == 1)
         broken = self._checkpoints.non_finite_error() if judges else None
         self._end(reason=reason)
         return broken
@@ -661,7 +661,9 @@ class Worker:
     def at_exit(self, reason: str = "its process ended") -> None:
         """Leave the run when the script ends without having done so; a model that is not finite sets the exit code."""
         judges = self._open and self._membership.island.size == 1
-        if (broken := self._end_judged(reason=reason, judges=judges)) is not None:
+        broken = self._checkpoints.non_finite_error() if judges else None
+        self._end(reason=reason)
+        if broken is not None:
             exit_at_once(broken, self.name)
 
     def _check_open(self) -> None:

@@ -60,7 +60,7 @@ class LsgdConfig(TorchConfig):
         self.elastic = elastic
         path = plan or os.environ.get("LSGD_PLAN")
         try:
-            self.plan = read(Path(path) if path else None, os.environ, settings).plan
+            self.plan = read(Path(path) if path else None, os.environ, settings, "argument {name}").plan
         except ConfigError as error:
             raise ConfigError(f"LsgdConfig: {error}") from None
         self.keys = default_folder()

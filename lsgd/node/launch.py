@@ -16,16 +16,19 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from lsgd import run_folder
 from lsgd.errors import ConfigError
 from lsgd.node import gpus, storing
+from lsgd.node.elsewhere import Elsewhere, Knock
 from lsgd.node.local_server import LocalServer
 from lsgd.node.node import Node
 from lsgd.node.panel import Panel
-from lsgd.node.place import NAME_WITHIN_S, Place, claim_port, place_to_serve, resolve
+from lsgd.node.place import NAME_WITHIN_S, claim_port, free_port, place_to_serve, resolve
+from lsgd.node.place import Place as NodePlace
 from lsgd.node.process import LSGD, Command, Process, Role
 from lsgd.node.screen import LAUNCHER, Screen, show
 from lsgd.node.transcript import Reading, Transcript, own_lines
@@ -41,11 +44,12 @@ from lsgd.protocol.keys import (
     parse_token,
     token_path,
 )
-from lsgd.protocol.messages import worker_name
+from lsgd.protocol.messages import Place, worker_name
 from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener
 from lsgd.run_folder import CHECKPOINTS, JOURNAL, claimed, is_unfinished, runs
+from lsgd.server.journal import Journal, taken_over
 from lsgd.watch import results
 from lsgd.watch.curves import check
 
@@ -78,7 +82,7 @@ class LaunchSettings:
         store: URL to which this node's files are uploaded; empty: none.
     """
 
-    place: Place
+    place: NodePlace
     port: int
     devices: tuple[str, ...]
     plan_path: Path | None
@@ -136,6 +140,7 @@ def launch(settings: LaunchSettings) -> int:
         storing.check(settings.store, new=place.node == 0 and not settings.resume)
     arguments, keys, lines = _access(settings, network)
     servers = _shared_servers(settings, network, arguments) if place.node == 0 else {}
+    followed = run_folder.followed(settings.run_dir, place.node) if place.node else None
     with claimed(settings.run_dir, place.node, network):
         if place.node == 0 and not settings.continues:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
@@ -143,8 +148,8 @@ def launch(settings: LaunchSettings) -> int:
             results.clear(settings.run_dir, resume=settings.resume)
         _show_tokens(lines, settings.run_dir)
         store = storing.Storing(settings.store, settings.run_dir, place.node, environ) if settings.store else None
-        status, *end = _run(settings, network, keys, servers, environ, store)
-        if place.node == 0:
+        (status, *end), serves = _run(settings, network, followed, keys, servers, environ, store)
+        if serves:
             lines = results.finish(settings.run_dir, status, *end)
             show("".join(f"{LAUNCHER}{line}\n" for line in lines), sys.stdout)
         if store is not None:
@@ -155,12 +160,16 @@ def launch(settings: LaunchSettings) -> int:
 def _run(
     settings: LaunchSettings,
     network: str,
+    followed: Place | None,
     keys: ConnectorKeys | None,
     servers: Mapping[str, Sequence[str]],
     environ: dict[str, str],
     store: storing.Storing | None,
-) -> tuple[int, str, str]:
-    """Return the node's exit status, and how the run ended (as :meth:`Node.conclude`)."""
+) -> tuple[tuple[int, str, str], bool]:
+    """Return the node's exit status, how the run ended (as :meth:`Node.conclude`), and whether it served it last.
+
+    ``followed``: where the global server was that an earlier launcher of this node followed.
+    """
     name, folder = node_name(settings.place.node), socket_folder()
     local, incarnation = f"ipc://{folder / SOCKET_NAME}", secrets.randbits(63)
     environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
@@ -168,7 +177,9 @@ def _run(
     with ExitStack() as opened:
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         listener = opened.enter_context(Listener(local))
-        link = opened.enter_context(Connector(network, f"{name}#{incarnation}".encode(), keys))
+        dial = partial(_dial, f"{name}#{incarnation}".encode(), keys)
+        first = Place(0, network, keys.server if keys else b"")
+        link = dial(first)
         screen = opened.enter_context(closing(Screen(plain=settings.plain)))
         if store is not None:
             store.begin(partial(screen.line, ""))
@@ -182,12 +193,56 @@ def _run(
         tell = (lambda words: None) if settings.place.node == 0 else say  # the global server's lines are here
         offer = place_to_serve(settings.place, network)
         place = settings.place.node, incarnation, listener, link, settings.workers
-        server = LocalServer(*place, say=tell, complain=say, place=offer)
+        knock = Knock()
+        opened.callback(knock.close)
+        own = Place(settings.place.node, offer, keys.public if keys else b"") if offer else None
+        elsewhere = Elsewhere(settings.place.node, dial, knock, own, [each for each in (first, followed) if each])
+        opened.callback(elsewhere.close)
+        moved = partial(run_folder.moved, settings.run_dir, settings.place.node)
+        server = LocalServer(*place, say=tell, complain=say, place=offer, elsewhere=elsewhere, when_moved=moved)
+        opened.callback(server.disconnect)
         start = partial(Process, screen=screen, reading=reading)
         outlives = bool(servers) and settings.place.nodes > 1
-        node = Node(name, commands, server, start, screen.say, panel=panel, outlives=outlives)
+        serve = partial(_take_over, settings, server, offer, keys, environ)
+        node = Node(name, commands, server, start, screen.say, panel=panel, outlives=outlives, serve=serve)
         node.run()
-    return node.conclude()
+    return node.conclude(), node.serves
+
+
+def _dial(name: bytes, keys: ConnectorKeys | None, place: Place) -> Connector:
+    """Connect to a global server, whose key is the place's."""
+    return Connector(place.address, name, replace(keys, server=place.key) if keys else None)
+
+
+def _take_over(
+    settings: LaunchSettings,
+    local: LocalServer,
+    offer: str,
+    keys: ConnectorKeys | None,
+    environ: Mapping[str, str],
+) -> Sequence[Command]:
+    """Return the servers with which this node serves the run, from its copy of the journal, at the place it offered."""
+    node, folder = settings.place.node, settings.run_dir
+    state, rounds = local.copy.load()
+    path = folder / f"node{node}-{JOURNAL}"
+    for old in folder.glob(f"{path.name}*"):
+        old.unlink()
+    journal = Journal(path)
+    journal.save(taken_over(state, local.next_terms()), rounds)
+    journal.close()
+    arguments = ["--global", "--launched", "--continue", "--listen", offer]
+    arguments += ["--journal", str(path), "--results", str(folder)]
+    access = ["--insecure"] if settings.insecure else []
+    if keys is not None:
+        ring = KeyRing.adopt(folder / f"node{node}-keys", keys.secret, local.copy.allowed, local.copy.certificate)
+        access = ["--keys", str(ring.folder)]
+    servers = {"global": [*arguments, *access]}
+    if local.relay[0]:
+        host, _, port = offer.rpartition(":")
+        relay = f"{host}:{free_port(host.partition('://')[2].strip('[]'), int(port) + 1)}"
+        servers["global"] += ["--relay-address", relay]
+        servers["relay"] = ["--relay", "--listen", relay, *access]
+    return [replace(command, restart_arguments=(), appends=True) for command in _servers(settings, servers, environ)]
 
 
 def _servers(
@@ -207,7 +262,7 @@ def _servers(
         )
 
 
-def _network_address(place: Place, port: int) -> str:
+def _network_address(place: NodePlace, port: int) -> str:
     """Return where the global server listens; on node 0, check that it can."""
     if port == 0 and place.nodes > 1:
         raise ConfigError("port 0 (any free port) works for one node only; with more, every node must know the port")

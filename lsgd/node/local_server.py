@@ -5,24 +5,30 @@ import math
 import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from lsgd import __version__
 from lsgd.errors import ProtocolError
-from lsgd.node.held import HeldCopy
+from lsgd.node.elsewhere import LOOK_AFTER_S, Elsewhere, Link
 from lsgd.protocol.messages import (
     LOOP_ENDED,
     PROTOCOL,
     Copy,
     Done,
+    Evicted,
     GivenUp,
     Join,
     Leave,
     Left,
+    Meet,
+    Moved,
     NodeHello,
     NodeLeave,
     NodeWelcome,
     Over,
     Pause,
+    Place,
     Refused,
     Request,
     RunOver,
@@ -30,6 +36,7 @@ from lsgd.protocol.messages import (
     StatusQuery,
     Stop,
     StopRun,
+    Term,
     VersionError,
     Waiting,
     WorkerHello,
@@ -39,9 +46,11 @@ from lsgd.protocol.messages import (
     kind_of,
 )
 from lsgd.protocol.processes import Processes
-from lsgd.protocol.sockets import Connector, Listener, Poller
-from lsgd.server import daemon
+from lsgd.protocol.sockets import Connector, Listener, Polled
+from lsgd.server import daemon, succession
 from lsgd.server.daemon import EXIT_AT_ONCE, LAST_WORDS_S, TICK_S, Ending, Refusals
+from lsgd.server.held import HeldCopy
+from lsgd.server.succession import Move
 
 HELLO_EVERY_S = 1.0
 
@@ -81,6 +90,8 @@ class LocalServer:
         link: connection to the global server, under the name ``node0#incarnation``.
         workers: number of workers on this node.
         place: address where this node could start a global server; empty: nowhere.
+        elsewhere: the other places of the run; None: this node stays with its server.
+        when_moved: called with the place of another server that this node follows from now on.
         clock: returns seconds that never go back.
 
     Attributes:
@@ -92,6 +103,9 @@ class LocalServer:
         heard_at: when the global server last answered a greeting; None: it never has.
         rounds_at: when each worker last completed a round, or said that it had dropped one.
         ended: names of those that heard of the run's end, or left it in order.
+        copy: of the global server's journal, if this node is a standby.
+        takes_over: whether this node has to start a global server.
+        relay: address of the relay, and the proof for it, as last heard.
     """
 
     def __init__(
@@ -105,15 +119,23 @@ class LocalServer:
         say: Callable[[str], None] = daemon.say,
         complain: Callable[[str], None] = daemon.complain,
         place: str = "",
+        elsewhere: Elsewhere | None = None,
+        when_moved: Callable[[Place], None] = lambda place: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node = node
         self._own_workers = workers
         self._incarnation = incarnation
         self._listener = listener
-        self._global = link
+        self._global: Link = link
         self._place = place
-        self._copy = HeldCopy()
+        self.copy = HeldCopy()
+        self.elsewhere = elsewhere
+        self.takes_over = False
+        self._when_moved = when_moved
+        self.relay = ("", b"")
+        self._dismissed: dict[bytes, bytes] = {}  # by socket: what workers are told that have to join again
+        self._given_way = False  # the server that this node follows has given up
         self._say = say
         self._complain = complain
         self.processes = Processes()
@@ -141,13 +163,29 @@ class LocalServer:
         self._unjoined_at = self._started_at  # when it was last said that nobody has joined
 
     @property
-    def sources(self) -> tuple[Listener, Connector, Processes]:
-        """What to poll, for :data:`TICK_S` at most; then call :meth:`turn`."""
-        return self._listener, self._global, self.processes
+    def sources(self) -> tuple[Any, ...]:
+        """What to poll, for :data:`TICK_S` at most; then call :meth:`turn`. It changes when the run moves."""
+        others = self.elsewhere.links if self.elsewhere else []
+        return self._listener, self._global, self.processes, *others
+
+    def next_terms(self) -> tuple[Term, ...]:
+        """Return the terms of the run with the one in which this node serves next."""
+        assert self.elsewhere is not None
+        return succession.successor(self.elsewhere.terms, self._node)
+
+    @property
+    def deposed(self) -> bool:
+        """Whether another node's server serves the run, and this node follows it."""
+        return self.elsewhere is not None and bool(self.elsewhere.terms) and not (self.serves or self.takes_over)
+
+    @property
+    def serves(self) -> bool:
+        """Whether this node's own server serves the run, as far as it has heard."""
+        return self.elsewhere is not None and self.elsewhere.serves
 
     def run(self, ending: Ending) -> int:
         """Serve until the run is over or ``ending`` begins, and return the exit code."""
-        poller = Poller(*self.sources, ending.wakeup)
+        poller = Polled(lambda: (*self.sources, ending.wakeup))
         may_end_at = self._started_at + (GATHER_S if ending.first else 0.0)
         while not self.finished:
             self.turn()
@@ -186,6 +224,8 @@ class LocalServer:
 
     def close(self) -> None:
         """Print how it ended."""
+        if self.elsewhere is not None:
+            self.elsewhere.close()
         if self._workers:
             self._complain(f"ended although {', '.join(sorted(self._workers.values()))} did not leave")
         if self._ending:
@@ -200,6 +240,8 @@ class LocalServer:
         self._upward(now)
         self._report_dead()
         self._downward(now)
+        if self.elsewhere is not None and not self._ending:
+            self._look_elsewhere(self.elsewhere, now)
         for refusal in self._refusals.report(self._listener, now):
             self._complain(refusal)
         if now - self._greeted_at >= HELLO_EVERY_S and not self.over and not self._last_word:
@@ -221,10 +263,80 @@ class LocalServer:
                 f"callback of lsgd, in each of its processes? A long preparation of data needs nothing"
             )
 
+    def _look_elsewhere(self, elsewhere: Elsewhere, now: float) -> None:
+        """Follow a server of a later term, bring two parts of the run together, and notice that this node has to serve.
+
+        While this node's own server answers, it alone decides what follows from another one.
+        """
+        silent_s = now - (self._started_at if self.heard_at is None else self.heard_at)
+        if self._given_way or self.takes_over:
+            silent_s = max(silent_s, LOOK_AFTER_S)
+        could_serve = bool(self._place and self.copy.number)
+        for place, link, welcome in list(elsewhere.hear(now, silent_s, replace(self._hello(), looks=True))):
+            moves = succession.move(elsewhere.term, welcome.terms)
+            if elsewhere.run and welcome.run != elsewhere.run:
+                moves = Move.ANEW if self._given_way else Move.STAY
+            if not elsewhere.serves or silent_s >= SILENT_AFTER_S or self._given_way or self.takes_over:
+                # Where nobody has the model, this node does not go: it may have it, and can serve.
+                if moves is Move.CONTINUE or (moves is Move.ANEW and (welcome.count > 0 or not could_serve)):
+                    self._follow(elsewhere, place, link, welcome, anew=moves is Move.ANEW)
+                    return
+            elif moves is Move.STAY:
+                link.send([encode(elsewhere.mine())])
+            else:
+                theirs = Meet(welcome.run, welcome.terms, welcome.count, place, welcome.beaten, welcome.nodes)
+                self._global.send([encode(theirs)])
+        if not self.takes_over and could_serve and elsewhere.takes_over(now, silent_s):
+            self.takes_over, self._given_way = True, False
+            self._complain(
+                f"the global server at {self._global.address} has been silent for {silent_s:.0f} s: node{self._node} "
+                f"serves the run from now on, at {self._place}"
+            )
+
+    def _follow(self, elsewhere: Elsewhere, place: Place, link: Link, welcome: NodeWelcome, *, anew: bool) -> None:
+        """Follow another server; ``anew``: the workers' work is not part of its run, so they join as newcomers."""
+        before, self._global = self._global, link
+        before.close()
+        elsewhere.take(place)
+        self.takes_over = self._given_way = False
+        self._say(f"follows the global server at {link.address}, in term {welcome.terms[-1].number} of the run")
+        self._when_moved(replace(place, address=link.address))
+        if self.copy.number and not anew:
+            link.send([encode(self.copy.offer())])
+        if anew:
+            self._dismiss_workers(f"the run continues at node{place.node}, without what was learned here since the cut")
+        self._run = welcome.run
+        self._welcomed(elsewhere, welcome)
+        self._greeted_at = -math.inf
+
+    def _welcomed(self, elsewhere: Elsewhere, welcome: NodeWelcome) -> None:
+        elsewhere.welcomed(welcome, self._global.address)
+        standbys = [place.node for place in welcome.places[1:]]
+        if standbys and self._node not in standbys:  # a copy that gets old is worse than none
+            self.copy = HeldCopy()
+        self.heard_at = self._now
+        if welcome.relay and (welcome.relay, welcome.relay_secret) != self.relay:
+            self.relay = welcome.relay, welcome.relay_secret
+            for peer in self._workers:
+                self._listener.send(peer, [encode(self._here())])
+
+    def _dismiss_workers(self, reason: str) -> None:
+        """Tell all workers that they are no longer in the run; those that are started again join as newcomers."""
+        assert self.elsewhere is not None
+        for peer, worker in self._workers.items():
+            self._dismissed[peer] = encode(Evicted(reason, self.elsewhere.run))
+            self._listener.send(peer, [self._dismissed[peer]])
+            self._dead[peer] = encode(Leave(worker, int(peer), 0, True, reason))
+            self._complain(f"{worker} has to join again: {reason}")
+        self._workers.clear()
+
+    def _here(self) -> WorkerHelloReply:
+        return WorkerHelloReply(self._node, self._global.address, *self.relay)
+
     def _hello(self) -> NodeHello:
         host = socket.gethostname()
         who = PROTOCOL, self._node, self._incarnation, host, __version__, self._own_workers
-        return NodeHello(*who, self._place, self._copy.number)
+        return NodeHello(*who, self._place, self.copy.copied)
 
     def _upward(self, now: float) -> None:
         """Forward the workers' messages in one batch."""
@@ -235,6 +347,9 @@ class LocalServer:
             for frame in frames:
                 if kind_of(frame) is WorkerHello:
                     self._greet(peer, frame)
+                    continue
+                if peer in self._dismissed:  # what it says is of no part of the run that this node is in
+                    self._listener.send(peer, [self._dismissed[peer]] * (kind_of(frame) in _ASKING))
                     continue
                 if self._ending and kind_of(frame) is Join:
                     self._dismiss(peer, frame)
@@ -269,7 +384,7 @@ class LocalServer:
         assert isinstance(where, WorkerHello)
         if peer == str(where.incarnation).encode():  # the name of every worker's socket
             self.processes.watch(peer, where.pid, where.pid_namespace)
-        self._listener.send(peer, [encode(WorkerHelloReply(self._node, self._global.address))])
+        self._listener.send(peer, [encode(self._here())])
 
     def _dismiss(self, peer: bytes, frame: bytes) -> None:
         with contextlib.suppress(ProtocolError):
@@ -344,9 +459,15 @@ class LocalServer:
             case NodeWelcome(run):
                 if run != self._run:
                     self._say(f"connected to the global server at {self._global.address}, run {run}")
-                self._run, self.heard_at = run, now
+                self._run = run
+                self._heard(message, now)
             case Copy():
-                self._copy.take(message)
+                self.copy.take(message)
+            case Moved(run, place, reason, other) if self.elsewhere is not None and self.elsewhere.run in ("", run):
+                if not self._given_way:
+                    self._complain(reason)
+                self.elsewhere.add(place, other)
+                self._given_way = True
             case Status():
                 self._stop = ""
             case Refused(reason):
@@ -359,6 +480,21 @@ class LocalServer:
                 self._leave_heard = True
                 if self._last_word:
                     self._ends_at = min(self._ends_at, now + LAST_WORDS_S)
+
+    def _heard(self, welcome: NodeWelcome, now: float) -> None:
+        """Note that the global server lives, unless it is one of an earlier term that was replaced."""
+        if self.elsewhere is None:
+            self.heard_at = now
+            return
+        same = welcome.run == self.elsewhere.run
+        if same and welcome.terms and welcome.terms[-1] < self.elsewhere.term:
+            return
+        moves = succession.move(self.elsewhere.term, welcome.terms)
+        anew = same and moves is Move.ANEW
+        self.takes_over = self.takes_over and moves is Move.STAY  # it has met another one that goes on
+        self._welcomed(self.elsewhere, welcome)
+        if anew:
+            self._dismiss_workers(f"the global server at {self._global.address} continues another part of the run")
 
     def _refuse(self, reason: str) -> None:
         self.failure = self.failure or f"the global server refuses this node: {reason}"
@@ -383,6 +519,10 @@ class LocalServer:
             if not self._listener.send(peer, [encode(Waiting(0, self._ending))]):
                 self.processes.forget(peer)
                 self._say(f"{self._workers.pop(peer)} is gone")
+
+    def disconnect(self) -> None:
+        """End the connection to the global server that this node follows."""
+        self._global.close()
 
     def _away(self, now: float) -> str:
         """Return a line about a global server that does not answer, or an empty text if it does."""

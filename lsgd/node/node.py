@@ -1,5 +1,6 @@
 """A node's process: carries its workers' messages, and starts, watches and ends the node's other processes."""
 
+import math
 import signal
 import sys
 import time
@@ -14,8 +15,8 @@ from lsgd.node.process import Child, Command, Role, Running
 from lsgd.node.restarts import RESTART_WINDOW_S, Restart, Restarts
 from lsgd.node.screen import show
 from lsgd.protocol.processes import Orphans
-from lsgd.protocol.sockets import Poller
-from lsgd.server.daemon import TICK_S, Ending, Signals
+from lsgd.protocol.sockets import Polled
+from lsgd.server.daemon import MOVED, TICK_S, Ending, Signals
 
 STOP_PATIENCE_S = 120.0
 """How long a stopping run may take for its last round and for saving."""
@@ -25,6 +26,9 @@ SAVE_PATIENCE_S = 30.0
 
 TERM_PATIENCE_S, KILL_PATIENCE_S = 5.0, 10.0
 """How long a process may take to end after SIGTERM, and the system to kill it after SIGKILL."""
+
+DEPOSED_S = 4.0
+"""How long a server that has given up may take to tell its nodes so, and to end."""
 
 ORPHAN_PATIENCE_S = 1.0
 """How long what the workers have left behind may take to end after SIGTERM."""
@@ -64,6 +68,7 @@ class Node:
         start: starts the process of a command; gets its position, and whether it is a restart.
         say: shows a line.
         outlives: whether the global server may outlive the workers, because other nodes need it.
+        serve: returns the commands of the servers with which this node takes over the run.
         clock: returns seconds that never go back.
     """
 
@@ -77,6 +82,7 @@ class Node:
         *,
         panel: Panel | None = None,
         outlives: bool = False,
+        serve: Callable[[], Sequence[Command]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
@@ -88,6 +94,8 @@ class Node:
         self._now = clock()
         self._panel = panel
         self._outlives = outlives
+        self._serve = serve
+        self._deposed_at = math.inf  # since when another node serves the run of this node's server
         self._serves_run = any(command.role is Role.SERVER for command in commands)
         self._children: list[Child] = []
         self._failed: Child | None = None
@@ -104,7 +112,7 @@ class Node:
         signals = Signals(signal.SIGHUP)
         local = next((c.environment.get("LSGD_LOCAL", "") for c in self._commands if c.role is Role.WORKER), "")
         orphans = Orphans(f"LSGD_LOCAL={local}", lambda: [child.process.pid for child in self._children])
-        poller = Poller(*self._local.sources, signals.wakeup)
+        poller = Polled(lambda: (*self._local.sources, signals.wakeup))
         try:
             self.begin()
             if self._panel:
@@ -139,11 +147,44 @@ class Node:
         while signals.received:
             self._stop(signal.Signals[signals.received.pop(0)])
         self._reap()
+        if self._local.takes_over and not self._serves_run and self._step is None:
+            self._take_over()
+        self._notice_deposed()
         if self._local.failure and (self._step is None or self._step.clean):
             self._say(f"{self._name}: {self._local.failure}")
             self._end(self._ends())
         self._start_again()
         return self._advance()
+
+    @property
+    def serves(self) -> bool:
+        """Whether this node's servers serve the run."""
+        return self._serves_run
+
+    def _take_over(self) -> None:
+        """Start the servers with which this node serves the run, because the node that did is gone."""
+        commands = self._serve()
+        self._commands = [*self._commands, *commands]
+        self._serves_run = self._outlives = True
+        for number, command in enumerate(commands, start=len(self._commands) - len(commands)):
+            self._start(command, number)
+
+    def _notice_deposed(self) -> None:
+        """End this node's servers a while after another node serves the run; they have told the other nodes."""
+        if not self._serves_run or not self._local.deposed or self._is_over:
+            return
+        self._deposed_at = min(self._deposed_at, self._now)
+        if self._now - self._deposed_at >= DEPOSED_S:
+            self._depose()
+
+    def _depose(self) -> None:
+        self._say("another node serves the run from now on")
+        for child in [child for child in self._children if child.role.serves]:
+            child.send(signal.SIGKILL)
+            self._due.pop(child.name, None)
+            self._children.remove(child)
+        self._serves_run = self._outlives = False
+        self._deposed_at = math.inf
 
     def _alive(self, *roles: Role) -> list[Child]:
         """Return the processes of these roles, or all, that run."""
@@ -218,6 +259,9 @@ class Node:
             if child.status == 0 and child.role is Role.WORKER and not child.is_ending:
                 self._judge(child)
             is_news = not child.is_ending or (child.killed_from_outside and self._is_wanted(child))
+            if child.role is Role.SERVER and child.status == MOVED:
+                self._depose()
+                continue
             if child.status and is_news and not self._schedule_restart(child):
                 self._fail(child)
 
@@ -237,9 +281,9 @@ class Node:
             return
         self._early.add(child.name)
         self._say(
-            f"{child.name} left before the end of the run and has no consensus model: the plan (iterations, seconds) "
-            f"ends the run, so train until worker.stopped, or call worker.leave() after the loop to form the consensus "
-            f"of all workers that leave"
+            f"{child.name} left before the end of the run and has no consensus model: with lsgd.wrap, call "
+            f"worker.finish() after the loop; with worker.batches, train until worker.stopped, because the plan "
+            f"(iterations, seconds) ends the run, or call worker.leave() for the consensus of all workers that leave"
         )
 
     def _fail(self, child: Child) -> None:
@@ -372,9 +416,12 @@ class Node:
         is ``failed`` or ``stopped``; empty: what the servers say.
         """
         if failed := self._failed:
-            show(failed.report(), sys.stderr)
             assert failed.status is not None
             status = failed.status if failed.status > 0 else 128 - failed.status
+            if failed.role is Role.SERVER and self._local.outcome:  # it has said why before it ended
+                show(f"\nlsgd launch: {self._local.outcome}\n", sys.stderr)
+                return status, "failed", self._local.outcome
+            show(failed.report(), sys.stderr)
             return status, "failed", f"{failed.name} {failed.how_it_ended}"
         if self._local.failure:
             show(f"\nlsgd launch: {self._name}: {self._local.failure}\n", sys.stderr)

@@ -179,6 +179,18 @@ def claim_port(ip: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
+def free_port(ip: str, port: int) -> int:
+    """Return ``port`` if a server can listen on it at ``ip``, else another free one.
+
+    Raises:
+        ConfigError: the address belongs to another machine.
+    """
+    try:
+        return claim_port(ip, port)
+    except ConfigError:
+        return claim_port(ip, 0)
+
+
 def place_to_serve(place: Place, network: str) -> str:
     """Return where this node could serve the run instead of node 0, whose server is at ``network``; empty: nowhere.
 
@@ -191,10 +203,7 @@ def place_to_serve(place: Place, network: str) -> str:
     host, _, port = network.removeprefix("tcp://").rpartition(":")
     try:
         ip = address_towards(host.strip("[]"))
-        try:
-            free = claim_port(ip, int(port))
-        except ConfigError:
-            free = claim_port(ip, 0)
+        free = free_port(ip, int(port))
     except (OSError, ConfigError):
         return ""
     return f"tcp://[{ip}]:{free}" if ":" in ip else f"tcp://{ip}:{free}"

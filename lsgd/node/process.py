@@ -238,8 +238,8 @@ class Child:
             return f"was refused by the run (exit code {self.status})"
         if self.status == NotTrainedError.exit_code:
             return (
-                f"ended without training in the run (exit code {self.status}): its script has to call Worker.join and "
-                f"to train with worker.batches (docs/guides/client.md)"
+                f"ended without training in the run (exit code {self.status}): its script has to call "
+                f"lsgd.wrap(model, optimizer), or Worker.join and worker.batches (docs/start/from-ddp.md, own-run.md)"
             )
         if self.status >= 0:
             return f"failed with exit code {self.status}"

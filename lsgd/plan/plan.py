@@ -200,8 +200,12 @@ def variable(name: str) -> str:
     return VARIABLE_PREFIX + name.upper()
 
 
-def read(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Sourced:
+def read(
+    path: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any], called: str = "flag {flag}"
+) -> Sourced:
     """Return the plan from a file (or none), the variables in ``environ``, and ``flags`` by setting name.
+
+    An error calls a flag what ``called`` says, with its ``name`` or its ``flag``.
 
     Raises:
         ConfigError: the file cannot be read, a name is unknown, or a value is wrong; it says where, and what is right.
@@ -214,7 +218,7 @@ def read(path: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]
             raise ConfigError(f"the plan {path} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets
             raise ConfigError(f"the plan {path} is not TOML: {error}") from None
-    return assemble(table, origin=f"the plan {path}", environ=environ, flags=flags)
+    return assemble(table, origin=f"the plan {path}", environ=environ, flags=_from_flags(flags, called))
 
 
 def assemble(
@@ -222,14 +226,16 @@ def assemble(
     *,
     origin: str,
     environ: Mapping[str, str] | None = None,
-    flags: Mapping[str, Any] | None = None,
+    flags: Mapping[str, tuple[Any, str]] | None = None,
 ) -> Sourced:
     """Return the plan from a table (as in the file), variables and flags; ``origin`` names the table in errors.
+
+    Flags come with their names in errors.
 
     The settings of the table's algorithm do not apply if a variable or a flag names another one.
     """
     run = {name: (value, origin) for name, value in table.items() if name not in ("algorithm", "phase")}
-    overrides = {**_from_variables(environ or {}), **_from_flags(flags or {})}
+    overrides = {**_from_variables(environ or {}), **(flags or {})}
     run |= {name: sourced for name, sourced in overrides.items() if name in fields(RunSettings)}
     chosen = {"name" if n == "algorithm" else n: s for n, s in overrides.items() if n not in fields(RunSettings)}
     sections = _phase_tables(table, origin)
@@ -330,5 +336,6 @@ def _from_variables(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     return {names[key]: (value, f"variable {key}") for key, value in environ.items() if key in names}
 
 
-def _from_flags(flags: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
-    return {name: (value, f"flag {flag(name)}") for name, value in flags.items() if value is not None}
+def _from_flags(flags: Mapping[str, Any], called: str) -> dict[str, tuple[Any, str]]:
+    given = {name: value for name, value in flags.items() if value is not None}
+    return {name: (value, called.format(name=name, flag=flag(name))) for name, value in given.items()}

@@ -91,7 +91,8 @@ class RunSettings:
     )
     failover: str = setting(
         "auto",
-        "auto: two other nodes have copies of the global server's journal; off: none has",
+        "what happens when node 0 is gone for good; auto: another node serves the run, except where a scheduler "
+        "starts nodes again; off: the others save checkpoints and stop",
         choices=("auto", "off"),
     )
     restart_from_scratch: bool = setting(

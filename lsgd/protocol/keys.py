@@ -28,6 +28,9 @@ KEYS_VARIABLE = "LSGD_KEYS"
 OPERATOR = "operator"
 """Name of the key for ``lsgd status``, ``set`` and ``stop``; a node's key works as well."""
 
+CERTIFICATE = "certificate.pem"
+"""File of the run's certificate, in the ring of a node that serves instead of another."""
+
 _PREFIX = "lsgd1"
 _NAME = re.compile(r"[a-z][a-z0-9]*")
 
@@ -92,9 +95,33 @@ class KeyRing:
             raise ConfigError(f"the keys in {folder} cannot be written: {error.strerror}") from None
         return ring
 
+    @classmethod
+    def adopt(cls, folder: Path, secret: bytes, allowed: Mapping[str, bytes], certificate: bytes) -> "KeyRing":
+        """Return the ring of a node that serves instead of another: with its own key, and the other one's list.
+
+        ``certificate``: that of the run, which its members have already.
+
+        Raises:
+            ConfigError: the folder cannot be written.
+        """
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _write(folder / "server.key", _text(secret))
+            _write(folder / "allowed", "".join(f"{name} {_text(public)}\n" for name, public in allowed.items()))
+            _write(folder / CERTIFICATE, certificate.decode())
+        except OSError as error:
+            raise ConfigError(f"the keys in {folder} cannot be written: {error.strerror}") from None
+        return cls(folder)
+
+    @property
+    def certificate(self) -> bytes:
+        """The certificate of the run that an adopted ring serves; empty for any other, which derives it."""
+        path = self.folder / CERTIFICATE
+        return f"{_read_private(path)}\n".encode() if path.exists() else b""
+
     def _add(self, name: str) -> None:
         path = token_path(name, self.folder)
-        if path.exists() and name in self._names.values():
+        if name in self._names.values() and (path.exists() or self.certificate):  # an adopted ring has no tokens
             return
         public, secret = new_key_pair()
         lines = [f"{n} {_text(p)}\n" for p, n in self._names.items() if n != name]

@@ -54,10 +54,15 @@ class WorkerHello:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHelloReply:
-    """The local server answers: the index of its node, and the address of the global server."""
+    """The local server answers: the index of its node, the address of the global server, and its relay, if it has one.
+
+    ``relay`` and ``relay_secret`` are as in :class:`Welcome`; they change when the run moves.
+    """
 
     node: int
     address: str
+    relay: str = ""
+    relay_secret: bytes = field(default=b"", repr=False)
 
 
 class Origin(NamedTuple):
@@ -288,7 +293,7 @@ class NodeHello:
     Args:
         workers: how many this node has, for a run that begins with those of all its nodes.
         place: address where it could start a global server; empty: it cannot.
-        copied: number of the last :class:`Copy` that it has; 0: none.
+        copied: number of the last :class:`Copy` that it has; 0: none; negative: rounds before it were lost.
         looks: whether it follows another server, and only wants to know what this one serves.
     """
 
@@ -309,10 +314,12 @@ class NodeWelcome:
 
     Args:
         terms: those of the run, up to the server's own.
-        count: iterations of the run.
+        count: iterations of the run; 0 if no worker that is here has its model, -1 if that is not known
+            yet.
         places: the server's own, and those of its standbys, the first one first.
         beaten: terms of other parts of the run that this one has met, and that have to give up.
         relay: address of the relay, and ``relay_secret`` the proof that one is a member; empty: there is none.
+        nodes: those that have greeted this server; they never go back to an earlier term.
     """
 
     run: str
@@ -322,11 +329,42 @@ class NodeWelcome:
     beaten: tuple[Term, ...] = ()
     relay: str = ""
     relay_secret: bytes = field(default=b"", repr=False)
+    nodes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Two parts of a run meet: what the server of the other one serves. Carried by the nodes of the two servers.
+
+    The fields are those of its :class:`NodeWelcome`, and its place.
+    """
+
+    run: str
+    terms: tuple[Term, ...]
+    count: int
+    place: Place
+    beaten: tuple[Term, ...] = ()
+    nodes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """This server has given up, because another one at ``place`` has more of the run: follow that one.
+
+    ``run`` is this server's, ``other`` that of the other one: another run if this one has not begun.
+    """
+
+    run: str
+    place: Place
+    reason: str
+    other: str
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
     """What the journal of the global server holds, for a standby; never answered.
+
+    A node that has a copy sends it to the server that takes over, which continues from the newest one.
 
     Args:
         number: from 1; a standby says in its greetings which one it has.
@@ -693,6 +731,8 @@ Message = (
     | GivenUp
     | Met
     | Copy
+    | Meet
+    | Moved
 )
 """Every message; its position is its kind on the wire."""
 

@@ -14,7 +14,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -377,6 +377,21 @@ class Poller:
         """Return when there is something to receive, or after ``timeout_s``."""
         left_over = any(listener.waiting for listener in self._listeners)
         self._poller.poll(0 if left_over else round(timeout_s * 1000))
+
+
+class Polled:
+    """Waits until one of several sockets has something to receive, where it changes which ones there are."""
+
+    def __init__(self, sources: "Callable[[], Sequence[Listener | Connector | HasFileno]]") -> None:
+        self._sources = sources
+        self._known: Sequence[Any] = ()
+        self._poller = Poller()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when there is something to receive, or after ``timeout_s``."""
+        if (sources := self._sources()) != self._known:
+            self._known, self._poller = sources, Poller(*sources)
+        self._poller.wait(timeout_s)
 
 
 def _connections(count: int) -> str:

@@ -9,6 +9,7 @@ from lsgd.server import answers, endings
 from lsgd.server.reasons import NO_REASON, Reason, Why
 from lsgd.server.roster import Member, MemberState, by_place, named
 from lsgd.server.state import RunState
+from lsgd.server.succession import is_minority
 
 
 def join(state: RunState, join: Join) -> None:
@@ -136,10 +137,27 @@ def node_leaves(state: RunState, node: int, reason: Reason) -> None:
         answers.recall(state, [member])
 
 
+def let_go(state: RunState) -> None:
+    """Remove the workers of the node that served before this one, once enough nodes follow this server."""
+    if not state.moved:
+        return
+    before, here = state.terms[-2].node, state.announced.keys()
+    nodes = {before, *here, *(m.join.node for m in state.roster.members.values())}
+    if before == state.terms[-1].node or before in here or is_minority(len(nodes), len(here)):
+        return
+    for member in [m for m in state.roster.members.values() if m.join.node == before]:
+        remove(state, member, Why.NODE_GONE(node=before))
+
+
 def evict_silent(state: RunState) -> None:
-    """Evict members whose lease is over."""
+    """Evict members whose lease is over; if a standby may continue with most nodes, only after ``patience_s``."""
     run, before = state.plan.run, state.roster.spared
     expired = state.roster.expired(state.now, run, trained=state.ledger.count > 0)
+    if expired and (state.guarded or state.moved):
+        nodes = {m.join.node for m in state.roster.members.values()}
+        here = {m.join.node for m in state.roster.members.values() if m not in expired}
+        if is_minority(len(nodes), len(here)):
+            expired = [m for m in expired if state.now - m.heard_at > run.patience_s]
     if not before and (spared := state.roster.spared):
         quiet_s = state.now - max(m.heard_at for m in spared)
         state.note(Why.ALL_SILENT(quiet_s=quiet_s, who=named(spared), timeout_s=run.server_timeout_s))

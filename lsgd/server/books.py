@@ -129,6 +129,9 @@ class Ledger:
 MAX_FAILED_ROUNDS = 10
 """Failed rounds, without a completed global one between them, that end the run."""
 
+MOST_SKIPPED = 1 << 32
+"""Most ids of rounds that are skipped at once, whatever a worker says."""
+
 MAX_ELECTIONS = 4096
 """How many of the last rounds the history keeps."""
 
@@ -155,9 +158,11 @@ class RoundBook:
         ordered: number of rounds so far, by scope.
         failures: number of failed rounds since the last completed global one.
         final: whether the round that makes the consensus has been ordered.
+        skipped: number of ids that are used for no round.
 
     Attributes:
         open: rounds that some members have not completed, by id.
+        known: id of the last round that this server knew when it began.
         fresh: whether no round of the generation has been ordered yet.
         elections: the last rounds.
         unlisted: number of rounds without a line in the log.
@@ -169,11 +174,14 @@ class RoundBook:
         failures: int = 0,
         final: bool = False,
         opened: Iterable[OpenRound] = (),
+        skipped: int = 0,
     ) -> None:
         self.ordered = dict(ordered or {"local": 0, "global": 0})
         self.failures, self.final = failures, final
+        self.skipped = skipped
         self.open = {each.round.id: each for each in opened}
         self.fresh = False
+        self.known = self.next_id - 1
         self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
         self._shares: deque[float] = deque(maxlen=PARTICIPATION_ROUNDS)
         self.unlisted = 0
@@ -185,7 +193,11 @@ class RoundBook:
     @property
     def next_id(self) -> int:
         """Id of the next round."""
-        return self.ordered["local"] + self.ordered["global"] + 1
+        return self.ordered["local"] + self.ordered["global"] + self.skipped + 1
+
+    def skip_to(self, round_id: int) -> None:
+        """Use no id up to that of a round which another server has ordered, and this one knows nothing of."""
+        self.skipped += max(0, min(round_id, self.next_id + MOST_SKIPPED) + 1 - self.next_id)
 
     @property
     def hopeless(self) -> bool:

@@ -4,6 +4,7 @@ import os
 import secrets
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import click
 
 from lsgd import __version__
 from lsgd.errors import ConfigError
+from lsgd.node.elsewhere import Elsewhere, Knock
 from lsgd.node.local_server import LocalServer
 from lsgd.plan.options import plan_options
 from lsgd.plan.plan import read
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.credentials import place_of
 from lsgd.protocol.keys import connector_keys, is_local, listener_keys, node_name
+from lsgd.protocol.messages import Place
 from lsgd.protocol.processes import raise_descriptor_limit
-from lsgd.protocol.sockets import DEFAULT_PORT, Connector, Listener, default_local_address
+from lsgd.protocol.sockets import DEFAULT_PORT, Connector, ConnectorKeys, Listener, default_local_address
 from lsgd.server.daemon import CRASHED, Signals, complain, say
 from lsgd.server.relay import Relay
 from lsgd.server.serve import relay_secret, serve_global
@@ -174,15 +177,27 @@ def _serve_local(
     signals = Signals()
     keys = connector_keys(global_address, token_path, node_name(node), insecure=insecure)
     incarnation = secrets.randbits(63)
-    with (
-        Listener(address) as listener,
-        Connector(global_address, f"node{node}#{incarnation}".encode(), keys) as link,
-    ):
+    name = f"node{node}#{incarnation}".encode()
+    with Listener(address) as listener:
+        first = Place(0, global_address, keys.server if keys else b"")
+        link = _connected(first, name, keys)
         say(
             f"lsgd {__version__} local server of node{node} on {listener.address}, for the global server at "
             f"{global_address}; workers find it with: LSGD_LOCAL={listener.address}"
         )
-        return LocalServer(node, incarnation, listener, link, workers).run(signals)
+        knock = Knock()
+        elsewhere = Elsewhere(node, lambda place: _connected(place, name, keys), knock, first=[first])
+        local = LocalServer(node, incarnation, listener, link, workers, elsewhere=elsewhere)
+        try:
+            return local.run(signals)
+        finally:
+            elsewhere.close()
+            knock.close()
+            local.disconnect()
+
+
+def _connected(place: Place, name: bytes, keys: ConnectorKeys | None) -> Connector:
+    return Connector(place.address, name, replace(keys, server=place.key) if keys else None)
 
 
 def _serve_relay(address: str, keys_path: Path | None, *, insecure: bool) -> int:

@@ -46,22 +46,27 @@ from lsgd.protocol.messages import (
     Data,
     Done,
     Evicted,
+    GenerationOver,
     Go,
     Heartbeat,
     Join,
     Leave,
+    Meet,
+    Moved,
     NodeHello,
     NodeLeave,
     Pause,
     Paused,
     Request,
     StopRun,
+    Term,
     Upward,
 )
-from lsgd.server import admission, answers, endings, meeting, scheduler
+from lsgd.server import admission, answers, endings, meeting, scheduler, succession
 from lsgd.server.reasons import NO_REASON, Why
 from lsgd.server.roster import Member, MemberState, finite
 from lsgd.server.state import Decision, RunState
+from lsgd.server.succession import Outcome
 from lsgd.settings import changed
 
 LINGER_S = 10.0
@@ -103,6 +108,7 @@ class Coordinator:
         """Act on time alone: leases, deadlines, the run's length. Call it a few times a second."""
         self._set_time(now)
         state, run = self.state, self.state.plan.run
+        admission.let_go(state)
         admission.evict_silent(state)
         if run.seconds and state.started_at is not None and now - state.started_at >= run.seconds:
             endings.stop(state, Why.TIME_OVER(seconds=run.seconds))
@@ -136,13 +142,39 @@ class Coordinator:
         for name, text in changes.items():
             state.note(Why.CHANGED(name=name, text=text))
 
+    def meet(self, other: Meet, now: float) -> Decision:
+        """Compare this part of the run with another one that it meets: one of the two gives up."""
+        self._set_time(now)
+        state, later = self.state, other.terms and other.terms[-1] > self.state.terms[-1]
+        count = state.learned(other.nodes if later else ())
+        words = {"node": other.place.node, "theirs": other.count, "count": state.ledger.count}
+        if other.run != state.run and other.count > 0 and state.roster.generation is None:
+            reason = Why.JOINS_RUN(run=other.run, **words)
+            state.note(reason)
+            state.gives_way = Moved(state.run, other.place, reason, other.run)
+        elif other.run == state.run and other.terms and not state.closed:
+            mine, theirs = state.terms[-1], other.terms[-1]
+            match succession.meet(mine, count, theirs, other.count, other.beaten):
+                case Outcome.GIVE_UP:
+                    reason = Why.GIVES_UP(**words)
+                    state.note(reason)
+                    state.gives_way = Moved(state.run, other.place, reason, state.run)
+                case Outcome.GO_ON:
+                    state.terms = (*state.terms, Term(theirs.number + 1, mine.node))
+                    state.beaten += (theirs,)
+                    state.changes += 1
+                    state.note(Why.BEATS(term=state.terms[-1].number, **words))
+        return self._decide()
+
     def _set_time(self, now: float) -> None:
         state = self.state
         away_s = now - state.now
         if away_s > state.plan.run.lease_s / 2:  # this process itself was frozen: the members were not silent
             for member in state.roster.members.values():
                 member.heard_at += away_s
+                member.spent = None  # whether it is still here is not known
             state.moved_at += away_s
+            state.began_at = now
         state.now = now
 
     def _decide(self) -> Decision:
@@ -170,6 +202,12 @@ class Coordinator:
         return member
 
     def _from_member(self, member: Member, message: Upward) -> None:
+        if self.state.moved and isinstance(message, Request):
+            self.state.book.skip_to(max(message.committed, message.dropped))
+            # It has learned what this server has never counted: it takes over another's model, if one has an own.
+            member.synced &= message.committed <= self.state.book.known
+            if member.round is not None and message.committed > member.round.round.id:  # it has passed that round
+                endings.left_round(self.state, member, Why.PASSED_OVER)
         match message:
             case Request() if message.ahead:
                 self._request_ahead(member, message)
@@ -177,6 +215,7 @@ class Coordinator:
                 self._request(member, message)
             case Heartbeat():
                 member.spent = message
+                self._tell_again(member)
             case Done(_, _, round_id, ok, error, broken, sent_nbytes, missed, lacking):
                 if missed is not None:
                     endings.found(self.state, member, round_id, missed)
@@ -192,6 +231,12 @@ class Coordinator:
                 admission.remove(self.state, member, Why.FAILED(error=reason) if failed else Why.LEFT(farewell=reason))
             case Data(_, _, digest):
                 self._check_data(member, digest)
+
+    def _tell_again(self, member: Member) -> None:
+        """Tell a member that its generation is over: when this server took over, it could not reach anybody yet."""
+        roster = self.state.roster
+        if self.state.moved and roster.broken and roster.generation is not None and member.rank >= 0:
+            self.state.answer(member, GenerationOver(roster.generation.number, roster.broken))
 
     def _request(self, member: Member, request: Request) -> None:
         state = self.state

@@ -36,6 +36,9 @@ FLUSH_WITHIN_S = 1.0
 CRASHED = 70  # EX_SOFTWARE
 """Exit code of a daemon that failed in its own code."""
 
+MOVED = 79
+"""Exit code of a global server that has given up, because another one has more of the run."""
+
 EXIT_AT_ONCE = 3
 """Exit code of a daemon that a second signal ended before its run was."""
 

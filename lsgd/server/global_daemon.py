@@ -13,6 +13,7 @@ from lsgd.protocol.events import Happening, Note, RunChanged, WorkerChanged
 from lsgd.protocol.messages import (
     PROTOCOL,
     ChangeSettings,
+    Copy,
     Downward,
     EventsQuery,
     Get,
@@ -20,7 +21,9 @@ from lsgd.protocol.messages import (
     Join,
     Leave,
     Left,
+    Meet,
     Message,
+    Moved,
     NodeHello,
     NodeLeave,
     NodeWelcome,
@@ -41,13 +44,17 @@ from lsgd.protocol.sockets import Listener, Poller
 from lsgd.server import daemon
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, TICK_S, Ending, complain, say
-from lsgd.server.journal import Captured, Journal
+from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, MOVED, TICK_S, Ending, complain, say
+from lsgd.server.held import HeldCopy
+from lsgd.server.journal import Captured, Journal, restore, taken_over
 from lsgd.server.reasons import Why
 from lsgd.server.report import Record, progress, report
 from lsgd.server.standbys import Standbys
 from lsgd.server.state import Decision
 from lsgd.server.stream import Stream
+
+GIVE_WAY_S = 3.0
+"""How long a server that has given up tells its nodes where the run continues."""
 
 DISMISS_WITHIN_S = 2.0
 """How long the local servers have to hear that the run is over."""
@@ -145,7 +152,8 @@ class GlobalDaemon:
         self._happened: list[Happening] = list(self._state.book.elections)  # for the stream, after the answers
         self._departed: set[str] = set()  # workers that have left since the last progress
         self._readers: dict[bytes, tuple[float, int]] = {}  # of the stream: when they asked, the last event they got
-        self._progress_at = self._ticked_at = self._guarded_at = 0.0
+        self._progress_at = self._ticked_at = self._guarded_at = self._gave_way_at = 0.0
+        self._begun_from = (self._state.changes, self._state.ledger.count)
         self._memory = daemon.Memory() if watches_memory else None
         self._refusals = daemon.Refusals()
 
@@ -153,6 +161,8 @@ class GlobalDaemon:
         """Serve until the run is over and return the exit code."""
         poller = Poller(self._listener, signals.wakeup)
         while not self._state.over:
+            if self._gave_way_at and time.monotonic() - self._gave_way_at > GIVE_WAY_S:
+                return self._give_way()
             poller.wait(TICK_S)
             signals.wakeup.clear()
             if signals.at_once:
@@ -183,6 +193,9 @@ class GlobalDaemon:
         Returns:
             Whether all connections were dropped, so that pollers have to be rebuilt.
         """
+        if self._state.gives_way is not None:
+            self._tell_where(self._state.gives_way, now)
+            return False
         self._receive(now)
         if got and not self._state.stopping:
             self._act(self.coordinator.handle(StopRun(f"the global server got {got}"), now))
@@ -197,6 +210,29 @@ class GlobalDaemon:
         self._publish(now)
         self._write_down(now)
         return dropped
+
+    def _tell_where(self, moved: Moved, now: float) -> None:
+        """Tell all nodes where the run continues; nothing that arrives counts any more.
+
+        This server's own node gets a copy: it serves again if the other part is gone by then.
+        """
+        peers = {node.peer for node in self._nodes.values()}
+        for peer, _ in self._listener.receive():
+            peers.add(peer)
+        self._outbox.clear()
+        own = self._nodes.get(self._state.terms[-1].node)
+        if not self._gave_way_at and self._standbys and own is not None:
+            self._send(own.peer, b"", self._standbys.whole(self._state, now, self._captured))
+        self._gave_way_at = self._gave_way_at or now
+        for peer in peers:
+            self._send(peer, b"", moved)
+        self._flush()
+
+    def _give_way(self) -> int:
+        """Leave nothing to continue from, and return the exit code."""
+        if self._journal:
+            self._journal.finish()
+        return MOVED
 
     def _guard(self, now: float) -> bool:
         """Forget who is gone and report who was refused; drop all connections if memory fills, and return whether."""
@@ -240,6 +276,7 @@ class GlobalDaemon:
     def _take(self, peer: bytes, frame: bytes, now: float) -> None:
         try:
             message = decode(frame)
+            self._dispatch(peer, message, now)
         except VersionError as error:
             node = peer.decode(errors="replace").partition("#")[0]
             reason = (
@@ -249,11 +286,8 @@ class GlobalDaemon:
             )
             self._say(f"refused {reason}")
             self._send(peer, b"", Refused(reason))
-            return
         except ProtocolError as error:
             self._complain_of(peer, str(error))
-            return
-        self._dispatch(peer, message, now)
 
     def _dispatch(self, peer: bytes, message: Message, now: float) -> None:
         if self._listener.secured and (claimed := node_of(message)) and claimed != peer.partition(b"#")[0].decode():
@@ -280,6 +314,11 @@ class GlobalDaemon:
                     self._act(self.coordinator.handle(message, now))
                     self._nodes.pop(node, None)
                     self._send(peer, b"", Left())
+            case Meet():
+                self._act(self.coordinator.meet(message, now))
+                self._send(peer, b"", self._welcome(now))
+            case Copy():
+                self._adopt(message, now)
             case Put() | Get():
                 self._rendezvous_for(message, peer)
             case _ if isinstance(message, Upward):
@@ -290,6 +329,31 @@ class GlobalDaemon:
                 if isinstance(message, Leave):
                     self._send_worker(message.worker, message.incarnation, Left())
                     self._routes.pop((message.worker, message.incarnation), None)
+
+    def _adopt(self, copy: Copy, now: float) -> None:
+        """Continue from a node's copy if it is newer than the one that this server has taken over from."""
+        before = self._state
+        if not before.moved:
+            return
+        held = HeldCopy()
+        held.take(copy)
+        saved, rounds = held.load()
+        try:
+            state = restore(taken_over(saved, before.terms), now)
+        except ConfigError as error:
+            raise ProtocolError(str(error)) from None
+        version = (state.changes, state.ledger.count)
+        known = [[term.number, term.node] for term in before.terms]
+        if state.run != before.run or saved["terms"][-1] not in known or version <= self._begun_from:
+            return
+        last = before.book.elections[-1].round if before.book.elections else 0
+        state.book.elections.extend([*before.book.elections, *(one for one in rounds if one.round > last)])
+        state.certificate, state.relay, state.relay_secret = before.certificate, before.relay, before.relay_secret
+        state.announced, state.changes = before.announced, max(state.changes, before.changes) + 1
+        self._begun_from = version
+        self.coordinator = Coordinator(state)
+        self._state = state
+        self._say(f"continues from a newer copy: {state.ledger.count} iterations")
 
     def _complain_of(self, peer: bytes, why: str) -> None:
         if peer not in self._bad_peers and len(self._bad_peers) < 1000:  # once per peer: it may never stop
@@ -328,6 +392,9 @@ class GlobalDaemon:
         self._happened.append(Note("", words))
 
     def _hello(self, peer: bytes, hello: NodeHello, now: float) -> None:
+        if hello.looks:
+            self._send(peer, b"", self._welcome(now))
+            return
         known = self._nodes.get(hello.node)
         same = known is not None and known.hello.incarnation == hello.incarnation
         if known is None or same or now - known.heard_at > NODE_LEASE_S:
@@ -353,7 +420,8 @@ class GlobalDaemon:
     def _welcome(self, now: float) -> NodeWelcome:
         state = self._state
         places = self._standbys.places(state, now) if self._standbys else ()
-        return NodeWelcome(state.run, state.terms, state.ledger.count, places)
+        relay, nodes = (state.relay, state.relay_secret), tuple(sorted(self._nodes))
+        return NodeWelcome(state.run, state.terms, state.learned(), places, state.beaten, *relay, nodes)
 
     def _rendezvous_for(self, message: Put | Get, peer: bytes) -> None:
         self._routes[message.worker, message.incarnation] = peer
@@ -384,6 +452,7 @@ class GlobalDaemon:
             complain(trouble)
         if self._standbys is None:
             return
+        self._state.guarded = len(self._standbys.places(self._state, now)) > 1
         before = self._standbys.trouble
         for peer, copy in self._standbys.copies(self._state, now, self._captured):
             self._outbox[peer][:0] = (b"", encode(copy))  # in one message with the answers, and before them

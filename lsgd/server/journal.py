@@ -14,7 +14,7 @@ import os
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -296,8 +296,22 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "first": state.first,
         "meeting": state.meeting.to_json(),
         "terms": [[term.number, term.node] for term in state.terms],
+        "beaten": [[term.number, term.node] for term in state.beaten],
+        "moved": state.moved,
+        "skipped": book.skipped,
         "changes": state.changes,
     }
+
+
+def taken_over(saved: dict[str, Any], terms: Sequence[Term]) -> dict[str, Any]:
+    """Return the state from a copy, as the server that takes over continues from it; ``terms``: with its own.
+
+    Rounds may have been ordered that the copy does not have, so the generation is over.
+    """
+    state = saved | {"terms": [[term.number, term.node] for term in terms], "moved": True}
+    if saved["generation"] is not None and not saved["broken"][0]:
+        state["broken"] = Why.SERVER_MOVED(node=terms[-1].node, before=terms[-2].node).to_json()
+    return state
 
 
 class Captured:
@@ -349,7 +363,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
             {digest: members[worker] for digest, worker in saved["digests"].items()},
         ),
         ledger=Ledger(saved["count"], saved["base"], saved["unheard"]),
-        book=RoundBook(saved["rounds"], saved["failures"], saved["final"], opened),
+        book=RoundBook(saved["rounds"], saved["failures"], saved["final"], opened, saved["skipped"]),
         started_at=None if saved["elapsed_s"] is None else now - saved["elapsed_s"],
         ways=Ways(*saved["ways"]),
         first=saved["first"],
@@ -357,6 +371,8 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
         stopping=Reason(*saved["stopping"]),
         failed=Reason(*saved["failed"]),
         terms=tuple(Term(*term) for term in saved["terms"]),
+        beaten=tuple(Term(*term) for term in saved["beaten"]),
+        moved=saved["moved"],
         changes=saved["changes"],
         closed_at=now if saved["closed"] else math.inf,
     )

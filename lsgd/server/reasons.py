@@ -109,6 +109,23 @@ class Why(enum.Enum):
     MEMBER_LEFT = "{worker} left: {reason}"
     ROUND_FAILED = "its round failed"
 
+    NODE_GONE = "node{node}, which served the run, is gone"
+    SERVER_MOVED = "node{before} is gone, and node{node} serves the run"
+
+    # Two parts of a run meet.
+    GIVES_UP = (
+        "TWO PARTS OF THE RUN MEET: that of node{node} has {theirs} iterations and goes on; the {count} of this one "
+        "are dropped, and its workers join there as newcomers"
+    )
+    JOINS_RUN = (
+        "run {run} continues at node{node}, with {theirs} iterations: this node takes part in that one. For a new run, "
+        "end the other one first (lsgd stop)"
+    )
+    BEATS = (
+        "TWO PARTS OF THE RUN MEET: this one has {count} iterations and goes on, in term {term}; the {theirs} of "
+        "node{node} are dropped, and its workers join here as newcomers"
+    )
+
     # A request waits.
     JOINING = "{here} of {wanted} workers have joined{missing}"
     GOES_ON = "the others continue without it; it has their model as of its last iteration"

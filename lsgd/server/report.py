@@ -61,6 +61,8 @@ def summary(state: RunState, now: float) -> dict[str, Any]:
         "seconds": 0.0 if state.started_at is None else now - state.started_at,
         "rounds_local": book.ordered["local"],
         "rounds_global": book.ordered["global"],
+        "term": state.terms[-1].number,
+        "served_by": state.terms[-1].node,
         "generation": roster.generation.number if roster.generation else 0,
         "nodes": len(roster.queues),
         "ways": state.ways.shown(),

@@ -394,15 +394,19 @@ class Roster:
         transport: str,
         missed: tuple[int, ...] = (),
         nccl_nodes: tuple[int, ...] = (),
+        least: int = 1,
     ) -> Generation:
-        """Make ``members``, all held and in rank order, the generation; the other arguments are its fields."""
+        """Make ``members``, all held and in rank order, the generation; the other arguments are its fields.
+
+        ``least``: the lowest number that it may have.
+        """
         for member in self.members.values():
             member.rank = -1
         self.queues, self.absent, self.broken = {}, 0, NO_REASON
         for rank, member in enumerate(members):
             member.rank = rank
             self._to_queue(member).held += 1
-        number = self.generation.number + 1 if self.generation else 1
+        number = max(self.generation.number + 1 if self.generation else 1, least)
         self.generation = Generation.of(number, [m.place for m in members], transport, missed, nccl_nodes)
         return self.generation
 

@@ -175,7 +175,9 @@ def _begin_generation(state: RunState, members: Sequence[Member]) -> None:
         state.note(Why.RESUMED(count=state.ledger.count, holders=holders, takers=takers))
     transport, nccl_nodes = transport_of(state.plan.transport, [m.join for m in members])
     missed = state.ways.missed({m.join.node for m in members})
-    generation = roster.begin_generation(members, transport, missed, nccl_nodes)
+    # Each generation has a round of its own at least, so this number is after those of rounds that are not known here.
+    least = state.book.next_id if state.moved and state.book.skipped else 1
+    generation = roster.begin_generation(members, transport, missed, nccl_nodes, least)
     if before is not None and not any(m.synced for m in members):
         state.note(Why.NO_HOLDER())
     state.happened(GenerationBegan(generation, reason.code, str(reason)))
@@ -210,6 +212,7 @@ def _order(
         reason = Why.LOCAL_ROUND(id=order.id, members=len(members), node=members[0].join.node)
     else:
         reason = Why.GLOBAL_ROUND(id=order.id, members=len(members))
+        state.moved = False
         state.ledger.unheard = 0  # all members have reported what they made
         for member in state.roster.members.values():
             member.synced &= member.rank >= 0

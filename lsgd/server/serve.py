@@ -58,7 +58,7 @@ def serve_global(
         coordinator = Coordinator(begin(plan, journal, continues=continues))
         state = coordinator.state
         if keys:
-            state.certificate = run_certificate(keys.secret, state.run)
+            state.certificate = keys.certificate or run_certificate(keys.secret, state.run)
         if relay:
             state.relay, state.relay_secret = relay, secret_of_run(relay_secret(keys), state.run.encode())
         if save_plan:

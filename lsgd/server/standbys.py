@@ -67,13 +67,15 @@ class _Standby:
         self.moved_at = now
 
     def has(self, number: int, now: float) -> None:
-        """Note the copy that it says to have."""
+        """Note the copy that it says to have; a negative number: it lacks rounds from before."""
         self.stalled = False
+        lacks_rounds, number = number < 0, abs(number)
         if not self.under_way or number >= self.under_way[0][0]:
             self.moved_at = now
         while self.under_way and self.under_way[0][0] <= number:
             self.under_way.popleft()
-        if now - self.moved_at > LOST_AFTER_S or (number == 0 and not self.under_way):
+        lost = now - self.moved_at > LOST_AFTER_S
+        if lacks_rounds or lost or (number == 0 and not self.under_way):
             self.begin_anew(now)
 
     @property
@@ -119,7 +121,9 @@ class Standbys:
                 offer.begin_anew(now)
         if known is None or known.incarnation != hello.incarnation:
             place = Place(hello.node, hello.place, key)
-            known = self._offers[hello.node] = _Standby(peer, place, hello.incarnation, now, moved_at=now)
+            known = self._offers[hello.node] = _Standby(peer, place, hello.incarnation, -math.inf, moved_at=now)
+        if now - known.heard_at > HEARD_S:  # it may be a standby from now on
+            self._chosen_at = -math.inf
         known.peer, known.heard_at = peer, now
         known.has(hello.copied, now)
 
@@ -142,6 +146,11 @@ class Standbys:
             standby.number = self._number
             standby.under_way.append((copy.number, len(copy.state) + len(copy.rounds)))
             yield standby.peer, copy
+
+    def whole(self, state: RunState, now: float, capture: Callable[[RunState, float], dict[str, Any]]) -> Copy:
+        """Return a copy for who has none, at the end."""
+        self._capture(state, now, capture)
+        return self._copy(state, _Standby(b"", self.place, 0, now))
 
     def failed(self, peer: bytes) -> None:
         """Note that a peer's connection did not accept what was sent: it gets all, once it has greeted again."""

@@ -2,17 +2,21 @@
 
 import math
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from lsgd.plan.plan import Plan
 from lsgd.protocol.events import Happening, Note
-from lsgd.protocol.messages import Downward, Join, Pause, Request, Term, worker_name
+from lsgd.protocol.messages import Downward, Join, Moved, Pause, Request, Term, worker_name
 from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.course import Course
 from lsgd.server.links import Links, Ways
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
 from lsgd.server.roster import Member, MemberState, OpenRound, Roster, named, transfer_of
+
+HERE_S = 5.0
+"""A worker that was heard at most so long ago counts as being there."""
 
 LONG_ROUND_S = 3.0
 """After how long a round that nobody waits for is mentioned."""
@@ -49,6 +53,8 @@ class RunState:
         relay: address; empty: there is none.
         relay_secret: proof for the relay that a process is a member.
         terms: those of the servers so far, with this one's.
+        beaten: terms of other parts of the run that this one has met, and that have to give up.
+        moved: whether this server has taken over, and no global round has been ordered since.
         now: seconds of a clock that never goes back, as of the last message or tick.
         started_at: time of the first round's order.
         stopping: reason why the run ends; none until then.
@@ -62,8 +68,11 @@ class RunState:
         meeting: call that workers make together.
         announced: number of workers on each node, according to its local server.
         links: members that the run continues without, because others cannot reach them.
+        gives_way: where another part of the run continues, if this one has given up; None: it has not.
+        guarded: whether a standby would continue the run without this server.
         over: whether the run waits for nobody any more.
         changes: number of changes that the journal must have before the answers leave.
+        began_at: time at which this server began, or thawed.
         moved_at: time at which a member last asked, or completed a round.
         final_due_at: time from which the last round waits for members that are away; infinite: it does not.
         lost_at: time at which the run's model was found to be lost, checkpoints included; 0: never.
@@ -77,6 +86,8 @@ class RunState:
     relay: str = ""
     relay_secret: bytes = field(default=b"", repr=False)
     terms: tuple[Term, ...] = (Term(1, 0),)
+    beaten: tuple[Term, ...] = ()
+    moved: bool = False
     roster: Roster = field(default_factory=Roster)
     ledger: Ledger = field(default_factory=Ledger)
     book: RoundBook = field(default_factory=RoundBook)
@@ -93,9 +104,12 @@ class RunState:
     ways: Ways = field(default_factory=Ways)
     first: str = ""
     meeting: Meeting = field(default_factory=Meeting)
+    gives_way: Moved | None = None
+    guarded: bool = False
     over: bool = False
     changes: int = 0
     moved_at: float = field(init=False)
+    began_at: float = field(init=False)
     final_due_at: float = math.inf
     lost_at: float = 0.0
     events: Counter[str] = field(default_factory=Counter)
@@ -106,7 +120,7 @@ class RunState:
     def __post_init__(self) -> None:
         self.course = Course(self.plan.phases)
         self.links = Links(self.plan.run.exchange_timeout_s)
-        self.moved_at = self.few_since = self.now
+        self.moved_at = self.few_since = self.began_at = self.now
         self.plan_json = self.plan.to_json()
         self.welcoming = self.roster.generation is not None or self.suffices(len(self.roster.members))
 
@@ -119,6 +133,20 @@ class RunState:
     def in_vain(self) -> bool:
         """Whether the run has ended without a consensus because its rounds kept failing."""
         return self.closed and self.book.hopeless
+
+    def learned(self, gone: Container[int] = ()) -> int:
+        """Return how many iterations count when two parts of the run meet: 0 if no worker with the model is here.
+
+        -1: that is not known yet, because this server has just begun, or was frozen.
+
+        Args:
+            gone: nodes that follow the other part's server; late words of their workers may have come all the same.
+        """
+        holders = (m for m in self.roster.holders() if m.join.node not in gone)
+        here = (m for m in holders if m.spent and self.now - m.heard_at < HERE_S)
+        if any(here):
+            return self.ledger.count
+        return -1 if self.now - self.began_at < HERE_S else 0
 
     @property
     def limit(self) -> float:
@@ -228,7 +256,7 @@ class RunState:
 
     def _what_finished_wait_for(self) -> Reason:
         members = self.roster.members.values()
-        return Why.TRAIN_ON(who=named(m for m in members if not m.finished) or "one that failed")
+        return Why.TRAIN_ON(who=named(m for m in members if not (m.finished or m.last)) or "one that failed")
 
     def forget_words(self) -> None:
         """Drop the cached sentence of :meth:`waits_for`, because something has happened."""
@@ -258,11 +286,12 @@ class RunState:
             transfer = transfer_of(opened.waiting) if opened else ""
             unfinished = f" (round {opened.round.id} is not completed yet{transfer})" if opened else ""
             return Why.BUSY(waited_s=waited_s, who=named(busy), open_round=unfinished)
-        if (away := self.roster.away()) and all(m.last for m in members if m.held):
-            return Why.LAST_HOLDERS(who=named(away))
+        away = self.roster.away()
+        if all(m.last for m in members if m.held):
+            return Why.LAST_HOLDERS(who=named(away)) if away else self._what_finished_wait_for()
         if paused := self.roster.within(MemberState.PAUSED):
             return Why.AWAY(who=named(paused))
-        return Why.MODEL_AWAY(who=named(self.roster.within(MemberState.STRAGGLER)))
+        return Why.MODEL_AWAY(who=named([m for m in away if m.synced] or away))
 
     def _at_work(self, opened: OpenRound | None, now: float) -> Reason:
         """Say what all workers do while nobody waits; ``opened``: the oldest round that is open."""

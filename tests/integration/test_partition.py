@@ -1,4 +1,4 @@
-"""The link between two nodes is cut for a while, and mended."""
+"""The link between two nodes is cut for a while, and mended: with another node that would serve, and without."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_a_node_that_is_cut_off_is_evicted_and_comes_back_when_the_link_does(tmp
             return until(lambda: (s := status())["count"] >= first["count"] + iterations and s, "the run goes on")
 
         command = (str(SCRIPTS / "crash.py"), "--sleep", "0.03")
-        processes = [start(host, tmp_path, *command, **PLAN) for host in testbed.hosts]
+        processes = [start(host, tmp_path, *command, **PLAN, LSGD_FAILOVER="off") for host in testbed.hosts]
         operator.finds_the_server()
         whole = trains([0, 0, 1, 1], 50)
         testbed.cut(testbed.hosts[1])
@@ -91,3 +91,43 @@ def test_a_node_that_is_cut_off_is_evicted_and_comes_back_when_the_link_does(tmp
 def live_nodes(status: dict[str, Any]) -> list[int]:
     """Return the node of each worker that is in the run."""
     return sorted(m["node"] for m in status["members"] if m["state"] in ("held", "live"))
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_both_parts_train_on_and_become_one_run_when_the_link_is_mended(tmp_path: Path) -> None:
+    with Testbed(2) as testbed:
+        command = (str(SCRIPTS / "crash.py"), "--sleep", "0.03")
+        run = {**PLAN, "NUM_WORKERS": "1"}
+        processes = [start(host, tmp_path, *command, **run) for host in testbed.hosts]
+        Operator(testbed.hosts[0], tmp_path / "keys").finds_the_server()
+
+        def says(node: int, words: str, name: str = "global") -> None:
+            log = tmp_path / f"node{node}" / f"{name}.log"
+            until(lambda: log.exists() and words in log.read_text(), f"node {node} says {words!r}", 60)
+
+        says(0, "local round")
+        testbed.cut(testbed.hosts[1])
+        says(1, "generation 2: 1 worker on 1 node")
+        says(0, "generation 2: 1 worker on 1 node")
+        testbed.mend(testbed.hosts[1])
+        logs = {node: tmp_path / f"node{node}" / "global.log" for node in (0, 1)}
+        lost = until(lambda: [n for n, log in logs.items() if "MEET: that of" in log.read_text()], "the parts meet", 60)
+        won = 1 - lost[0]
+        says(won, "generation 3: 2 workers on 2 nodes")
+        folder = tmp_path / f"node{won}"
+        status = FORKS.start(
+            "lsgd.client",
+            ["status", "--json", "--run", str(folder), "--token", str(tmp_path / "keys" / f"node{won}.token")],
+            os.environ,
+            tmp_path / "status.log",
+            testbed.hosts[won].pid,
+        ).succeeds()
+        assert json.loads(status[status.index("{") :])["generation"] == 3
+        processes[won].terminate()
+        for process in processes:
+            process.communicate()
+    results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("node*/node*.json"))]
+    assert len(results) == 2 and len({result["model"] for result in results}) == 1

@@ -14,19 +14,28 @@ from lsgd.kernels.cuda.launch import COMPILE_OPTIONS, FEW_BITS, MINMAX8, CupyLau
 
 
 @pytest.fixture(scope="module")
-def nvrtc():
-    """NVIDIA's run-time compiler, from the package nvidia-cuda-nvrtc; it needs no GPU."""
+def compilers():
+    """NVIDIA's run-time compilers, the newest first, each with the architectures that it knows; they need no GPU."""
     spec = find_spec("nvidia")
-    for folder in spec.submodule_search_locations if spec else ():
-        for library in sorted(Path(folder).glob("**/libnvrtc.so.*")):
-            return ctypes.CDLL(str(library))
-    pytest.skip("nvidia-cuda-nvrtc is not installed")
+    folders = spec.submodule_search_locations if spec else ()
+    libraries = {path.name: path for folder in folders for path in Path(folder).glob("**/libnvrtc.so.*")}
+    found = []
+    for name in sorted(libraries, reverse=True):
+        nvrtc, count = ctypes.CDLL(str(libraries[name])), ctypes.c_int()
+        assert nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count)) == 0
+        known = (ctypes.c_int * count.value)()
+        assert nvrtc.nvrtcGetSupportedArchs(known) == 0
+        found.append((nvrtc, {f"sm_{number}" for number in known}))
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("source", [FEW_BITS, MINMAX8], ids=lambda path: path.name)
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
-def test_source_compiles(nvrtc, architecture, source):
+@pytest.mark.parametrize("architecture", ["sm_70", "sm_80", "sm_90", "sm_100", "sm_120"])
+def test_source_compiles(compilers, architecture, source):
+    nvrtc = next((nvrtc for nvrtc, known in compilers if architecture in known), None)
+    if nvrtc is None:
+        pytest.skip(f"no compiler for {architecture}: pip install nvidia-cuda-nvrtc nvidia-cuda-nvrtc-cu12")
     program = ctypes.c_void_p()
     text, name = source.read_bytes(), source.name.encode()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, name, 0, None, None) == 0

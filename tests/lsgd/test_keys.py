@@ -88,6 +88,17 @@ def test_making_it_again_keeps_what_is_there_and_adds_nodes(ring) -> None:
     assert ring.allowed(public) == "node2"  # a ring in use sees it too
 
 
+def test_a_node_that_serves_instead_uses_its_own_key_and_shuts_nobody_out(ring, tmp_path) -> None:
+    node1 = parse_token(ring.token("node1"), "")
+    adopted = KeyRing.adopt(tmp_path / "node1-keys", node1.secret, ring.listed(), b"-----CERTIFICATE-----\n")
+    assert adopted.public == node1.public and adopted.listed() == ring.listed()
+    assert (adopted.certificate, ring.certificate) == (b"-----CERTIFICATE-----\n", b"")
+    again = KeyRing.make(adopted.folder, ["node0", "node1", "node2"])
+    assert {name: again.listed()[name] for name in ring.listed()} == ring.listed()
+    new = parse_token(again.token("node2"), "")
+    assert new.server == node1.public and again.allowed(new.public) == "node2"
+
+
 def test_a_line_that_is_deleted_shuts_a_node_out_and_a_new_token_lets_it_in(ring) -> None:
     old = parse_token(ring.token("node1"), "")
     allowed = ring.folder / "allowed"

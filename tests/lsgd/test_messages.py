@@ -70,6 +70,7 @@ def any_of(cls: type) -> st.SearchStrategy[Any]:
 
 
 by_type[tuple[Term, ...]] = st.lists(st.builds(Term, integers, integers), max_size=3).map(tuple)
+by_type[Place] = any_of(Place)
 by_type[tuple[Place, ...]] = st.lists(any_of(Place), max_size=3).map(tuple)
 places = st.lists(st.tuples(integers, integers), max_size=4).map(sorted)
 by_type[Generation] = st.builds(Generation.of, integers, places, texts)
@@ -174,6 +175,7 @@ WRONG: dict[Any, list[Any]] = {
     dict[str, bytes]: [[], None, {"a": "1"}, {b"a": b"1"}],
     tuple[Term, ...]: [1, [1], None],
     tuple[Place, ...]: [1, [1], None],
+    Place: [None, 1, "a"],
     Generation: [None, 1, "a"],
     Round | None: [1, "a", {}],
 }

@@ -64,11 +64,13 @@ class World:
 
     Args:
         scripts: what each process does, by name: ``server``, ``logger...``, ``relay``, else a worker.
+        serve: names of those with which the node takes over the run.
 
     Attributes:
         lines: what was printed.
         lives: number of processes started, by name.
         stopping: whether the run is to stop; over: whether it is over; given_up: whether workers are given up.
+        takes_over: whether this node has to serve; deposed: whether another one does.
         finished: whether the local server has left the run.
         rounds_at: when each worker last completed a round.
         joined: names of the workers that have joined; ended: those that have heard of the run's end.
@@ -77,18 +79,21 @@ class World:
     failure = outcome = ""
     sources = ()
     heard_at = None
+    takes_over = deposed = False
 
-    def __init__(self, scripts: Mapping[str, Script], *, restarts: int = 0, outlives: bool = False) -> None:
+    def __init__(
+        self, scripts: Mapping[str, Script], *, restarts: int = 0, outlives: bool = False, serve: Sequence[str] = ()
+    ) -> None:
         self.now = 1000.0
         self.scripts, self.lines = scripts, list[str]()
         self.lives: dict[str, int] = {}
         self.stopping = self.over = self.given_up = False
-        self.finished = "server" not in scripts
+        self.finished = "server" not in scripts or "server" in serve
         self.rounds_at: dict[str, float] = {}
         self.joined = self.ended = set(scripts)
         self.processes = SimpleNamespace(watch=lambda name, pid: None)
         self.ending = Ending()
-        commands = [_command(name, restarts) for name in scripts]
+        commands = [_command(name, restarts) for name in scripts if name not in serve]
         self.node = Node(
             "node0",
             commands,
@@ -96,6 +101,7 @@ class World:
             lambda command, number, again: Process(self, command.name, 100 + number),
             lambda text: self.lines.append(f"[launch] {text}"),
             outlives=outlives,
+            serve=lambda: [_command(name, restarts) for name in serve],
             clock=lambda: self.now,
         )
         self.node.begin()

@@ -149,6 +149,7 @@ class TestNode:
         first, second = node.about(0), node.about(1)
         assert first["weights"] == second["weights"]
         assert (first["LSGD_LOCAL_RANK"], second["LSGD_LOCAL_RANK"]) == ("0", "1")
+        assert (first["LSGD_RANK"], second["LSGD_RANK"], first["LSGD_WORKERS"]) == ("0", "1", "2")
         assert first["LSGD_NODE"] == "0" and first["LSGD_DEVICE"] == "cpu"
         assert first["LSGD_RUN_DIR"] == str(node.run_dir)
         assert first["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
@@ -282,7 +283,7 @@ class TestNode:
 
     def test_node_0_whose_launcher_was_killed_early_goes_on_with_its_journal(self, start):
         common = ("--nodes", "2", "--address", "127.0.0.1", "--port", str(free_port()), "--workers", "1")
-        plan = {"LSGD_ITERATIONS": "0", "LSGD_LEASE_S": "2"}
+        plan = {"LSGD_ITERATIONS": "0", "LSGD_LEASE_S": "2", "LSGD_FAILOVER": "off"}
         first = start("--node", "0", *common, **plan)
         second = start("--node", "1", *common)
         until((first.run_dir / "metrics.jsonl").exists, "a round was ordered")

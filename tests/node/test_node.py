@@ -7,10 +7,12 @@ import pytest
 
 from lsgd.errors import NotTrainedError
 from lsgd.node import node as module
+from lsgd.node.node import DEPOSED_S
 from lsgd.node.process import Command, Process
 from lsgd.node.restarts import MOST_RESTARTS, RESTART_WINDOW_S, Restarts
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading
+from lsgd.server.daemon import MOVED
 
 from .simulated_node import World, after, all_of, forever, killed, leaver, server, stubborn, worker
 
@@ -136,6 +138,20 @@ def test_a_failed_server_ends_the_workers() -> None:
     assert "server failed with exit code 4" in world.out and "SIGTERM to worker" in world.out
 
 
+def test_a_server_that_has_said_why_the_run_fails_needs_no_report_of_its_lines(capfd) -> None:
+    def refuses(process):
+        process.say("a line of its log")
+        process.world.over, process.world.outcome = True, "two workers draw the same batches"
+        return 1
+        yield
+
+    world = World({"server": refuses, "worker": worker})
+    assert world.finish() == 1
+    assert world.node.conclude() == (1, "failed", "two workers draw the same batches")
+    err = capfd.readouterr().err
+    assert "lsgd launch: two workers draw the same batches" in err and "a line of its log" not in err
+
+
 def test_a_process_that_refuses_to_end_is_killed() -> None:
     world = World({"bad": after(1.0, 5), "stubborn": stubborn})
     assert world.finish() == 5
@@ -242,7 +258,7 @@ def test_a_script_that_never_joins_the_run_has_not_trained(capfd) -> None:
     world = World({"server": server, "worker": after(1.0)})
     world.joined = world.ended = set()
     assert world.finish() == NotTrainedError.exit_code
-    assert "its script has to call Worker.join" in capfd.readouterr().err
+    assert "its script has to call lsgd.wrap(model, optimizer), or Worker.join" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("of", [1, 2])
@@ -333,3 +349,35 @@ def test_a_worker_that_is_started_again_goes_on_from_its_checkpoint(tmp_path: Pa
         "noneFalse": "resume=",
         "noneTrue": "resume=",
     }
+
+
+class TestTakingOver:
+    """A node that serves the run instead of another one, and one whose server gives up."""
+
+    def test_it_starts_servers_and_waits_for_the_others_when_its_workers_have_ended(self) -> None:
+        scripts = {"worker0": after(30.0), "server": server, "relay": forever}
+        world = World(scripts, serve=("server", "relay"))
+        assert world.passes(5.0) and world.lives == {"worker0": 1}
+        world.takes_over = True
+        assert world.passes(5.0) and world.lives == {"worker0": 1, "server": 1, "relay": 1}
+        world.takes_over = False
+        assert world.node.serves and world.passes(60.0)  # other nodes need it
+        world.stopping = True
+        assert world.finish() == 0
+
+    def test_a_server_that_has_given_up_ends_without_ending_the_node(self) -> None:
+        scripts = {"server": after(3.0, MOVED), "relay": forever, "worker0": worker}
+        world = World(scripts, outlives=True)
+        assert world.passes(60.0) and not world.node.serves
+        assert "another node serves the run from now on" in world.out
+        assert world.lives == {"server": 1, "relay": 1, "worker0": 1}
+        world.over = world.finished = True
+        assert world.finish() == 0
+
+    def test_a_server_that_does_not_notice_is_killed_after_a_while(self) -> None:
+        world = World({"server": stubborn, "worker0": worker}, restarts=5)
+        world.deposed = True
+        assert world.passes(DEPOSED_S + 1.0) and not world.node.serves
+        assert world.lives["server"] == 1
+        world.over = world.finished = True
+        assert world.finish() == 0

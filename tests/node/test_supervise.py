@@ -49,6 +49,7 @@ class Local:
     failure, outcome, over, finished = "", "", False, "server" not in scripts
     joined = ended = set(scripts)
     heard_at, rounds_at = None, {}
+    takes_over = deposed = False
     processes = Processes()
     sources = (processes,)
 

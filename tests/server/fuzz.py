@@ -41,6 +41,8 @@ from lsgd.protocol.messages import (
     Join,
     Leave,
     Left,
+    Meet,
+    Moved,
     NodeHello,
     NodeLeave,
     NodeWelcome,
@@ -66,7 +68,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.protocol.sockets import Connector, Listener, Poller
 
-ORDERS = (StopRun, ChangeSettings, NodeHello, NodeLeave, Join, RunOver, Refused, StatusQuery, EventsQuery)
+ORDERS = (StopRun, ChangeSettings, NodeHello, NodeLeave, Join, RunOver, Refused, StatusQuery, EventsQuery, Meet, Moved)
 """Messages that rightly change something, or are answered at length, whoever says them."""
 
 BATCH = 50
@@ -89,6 +91,7 @@ def samples() -> list[bytes]:
         *(Leave(*OTHER, 0, False, "why"), Left(), Put(*OTHER, 1, "key", b"value"), Get(*OTHER, 1, "key")),
         *(NodeHello(PROTOCOL, 0, 1, "host", "0.1.0"), NodeWelcome("run"), NodeLeave(0, 1, "why")),
         *(NodeWelcome("run", (Term(1, 0),), 5, (Place(0, "tcp://x:1"),)), Copy(1, b"state", 0, b"rounds")),
+        *(Meet("run", (Term(2, 1),), 5, Place(1, "tcp://x:1")), Moved("run", Place(1, "tcp://x:1"), "why", "run")),
         *(RunOver("why"), StopRun("why"), ChangeSettings({"period": "8"}), StatusQuery(0), Refused("why")),
         *(EventsQuery(PROTOCOL, 0), Events("epoch", 1, 2, 0, (encode_event(1.0, Note("code", "words")),) * 2)),
         *(Welcome("run", "{}", 0, 2, ("a",)), Waiting(1, "why"), Go(1, round, 0.5, "why")),

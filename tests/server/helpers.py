@@ -1,5 +1,6 @@
 """What the coordinator's tests share: greetings, a bench that speaks for workers, and the invariants of its state."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -270,7 +271,8 @@ def check_invariants(state: RunState) -> None:
     check_state(state)
     _check_generation(state)
     _check_nobody_waits_in_vain(state)
-    assert state._what_is_waited_for(0.0)
+    waits = state._what_is_waited_for(0.0)
+    assert waits and not re.search(r" for[ :,]*[:;,]|  ", waits), waits  # it names somebody
 
 
 def _check_generation(state: RunState) -> None:

@@ -251,7 +251,7 @@ class Checkpoints:
         return checkpoint_path(self.folder, found[0].run, found[0].iterations, self._about["worker"])
 
     def non_finite_error(self) -> NonFiniteError | None:
-        """Return the error if the model is not finite at the end of the run, else None."""
+        """Return the error if the model is not finite at the end of the run, or of the script, else None."""
         if not (values := in_words(self.finite.broken())):
             return None
         last = self.last()

@@ -117,6 +117,7 @@ class Channel:
         global_silence_s: longest wait while only the local server answers; unlimited at first.
         run: this worker's; empty before it joins one.
         given_up: whether no answer will come any more, so that the worker saves what there is, and leaves.
+        relay: address of the relay, and the proof for it, if it has moved since the welcome.
         totals: returns what the heartbeats say; called in the channel's thread.
         when_over: called there with the number of each generation that is over.
         pass_down: called there with messages about addresses and generations, for this worker's other processes.
@@ -136,6 +137,7 @@ class Channel:
         self.global_silence_s = math.inf
         self.run = ""
         self.given_up = False
+        self.relay = ("", b"")
         self.totals: Callable[[], Totals] = lambda: (0.0, 0.0, 0.0, 0, 0, {}, "")
         self.when_over: Callable[[int], None] = lambda generation: None
         self.pass_down: Callable[[bytes], None] = lambda frame: None
@@ -352,6 +354,8 @@ class Channel:
             if isinstance(message, Evicted) and self.run and message.run != self.run:
                 self._waits_for = _other_run(message.run, self.run)
                 return
+            if isinstance(message, WorkerHelloReply) and message.relay:
+                self.relay = message.relay, message.relay_secret
             if not isinstance(message, WorkerHelloReply) and not (isinstance(message, Waiting) and message.away):
                 self._global_heard_at = self._heard_at
             if isinstance(message, GivenUp):

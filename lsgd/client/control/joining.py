@@ -66,6 +66,11 @@ class Membership:
         """The worker's name and incarnation: the first fields of most of its messages."""
         return self.join.worker, self.join.incarnation
 
+    @property
+    def relay(self) -> tuple[str, bytes]:
+        """The address of the relay, and the proof that this worker is a member; an empty address: there is none."""
+        return self.channel.relay if self.channel.relay[0] else (self.welcome.relay, self.welcome.relay_secret)
+
     def close(self) -> None:
         """End the connections, and this process's own servers."""
         self.island.close()

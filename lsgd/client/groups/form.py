@@ -61,8 +61,9 @@ def _mesh(
     home, apart = generation.homes, {*zip(generation.missed[::2], generation.missed[1::2], strict=True)}
 
     def relayed(source: int, target: int, nonce: bytes) -> RelayedRoute:
+        relay, secret = membership.relay
         ticket = Ticket(welcome.run.encode(), generation.number, source, target, of_target=target == me)
-        return RelayedRoute(welcome.relay, ticket, welcome.relay_secret, nonce)
+        return RelayedRoute(relay, ticket, secret, nonce)
 
     routes = partial(Routes, missed=lambda one, other: (home[one], home[other]) in apart, relayed=relayed)
     here = me, members.names, membership.join.address, store, welcome.certificate

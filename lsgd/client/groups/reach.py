@@ -74,7 +74,7 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
         one_way = generation.transport == "tcp" and membership.island.shards == 1
         others = [rank for rank in range(size) if rank != me]
         over = partial(channel.generation_over, generation.number)
-        made = Calls(listener, me, endpoints, membership.welcome.relay if one_way else "")
+        made = Calls(listener, me, endpoints, membership.relay[0] if one_way else "")
         row = Row(made.make(others, others, within_s, over), made.reaches_relay)
     store.set(f"missed/{me}", json.dumps(row))
     rows = {me: row}

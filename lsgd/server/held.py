@@ -9,6 +9,7 @@ from lsgd.errors import ProtocolError
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Copy
 from lsgd.server.books import MAX_ELECTIONS
+from lsgd.server.standbys import MAX_ROUNDS
 
 MAX_NBYTES = 64 << 20
 """Longest text that is taken from a copy."""
@@ -29,15 +30,19 @@ class HeldCopy:
         self._state = b""
         self._rounds: deque[str] = deque(maxlen=MAX_ELECTIONS)
         self._last = 0  # id of the last round
+        self._lacks_rounds = False
+
+    @property
+    def copied(self) -> int:
+        """What a greeting says: the last copy's number; negative if rounds in between were lost."""
+        return -self.number if self._lacks_rounds else self.number
 
     def take(self, copy: Copy) -> None:
-        """Take a copy, unless rounds before its own are missing here: then the server sends all again.
+        """Take the state of a copy, and its rounds if none before them is missing here.
 
         Raises:
             ProtocolError: it is damaged.
         """
-        if copy.after not in (0, self._last):
-            return
         rounds = _text(copy.rounds).splitlines() if copy.rounds else []
         try:
             last = int(json.loads(rounds[-1])["round"]) if rounds else copy.after
@@ -46,8 +51,16 @@ class HeldCopy:
         if copy.after == 0:
             self._rounds.clear()
             self.certificate, self.allowed = copy.certificate, copy.allowed
-        self._rounds += rounds
-        self._last, self.number, self._state = last, copy.number, copy.state
+        self._lacks_rounds = copy.after not in (0, self._last)
+        if not self._lacks_rounds:
+            self._rounds += rounds
+            self._last = last
+        self.number, self._state = copy.number, copy.state
+
+    def offer(self) -> Copy:
+        """Return it for a server that takes over, with as many rounds as a copy has at most."""
+        rounds = zlib.compress("\n".join(list(self._rounds)[-MAX_ROUNDS:]).encode(), 1) if self._rounds else b""
+        return Copy(self.number, self._state, 0, rounds)
 
     def load(self) -> tuple[dict[str, Any], list[RoundOrdered]]:
         """Return the state and the rounds, as :meth:`lsgd.server.journal.Journal.load` does.

@@ -1,0 +1,1 @@
+"""All that lsgd does on a GPU, in one command."""

@@ -1,0 +1,99 @@
+"""Where else a run may be served: whom a node looks for, under which key, and what it remembers when it comes back."""
+
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lsgd.node.elsewhere import LOOK_AFTER_S, Elsewhere, Knock
+from lsgd.protocol.messages import PROTOCOL, NodeHello, NodeWelcome, Place, Term, encode
+from lsgd.run_folder import claimed, find_live, followed, moved
+
+from ..integration.running import free_port, until
+
+HOME = Place(0, "tcp://10.0.0.1:1", b"server")
+FIRST, SECOND = Place(0, "tcp://10.0.0.1:1", b"node0"), Place(1, "tcp://10.0.0.2:1", b"node1")
+THIRD = Place(2, "tcp://10.0.0.3:1", b"node2")
+HELLO = NodeHello(PROTOCOL, 2, 1, "host", "0", looks=True)
+
+
+class Dialled:
+    """A connection that keeps what is sent, and returns what a test lets arrive."""
+
+    def __init__(self, place: Place) -> None:
+        self.place, self.address = place, place.address
+        self.sent: list[Sequence[bytes]] = []
+        self.arrived: list[Sequence[bytes]] = []
+        self.open = True
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        self.sent.append(frames)
+        return True
+
+    def receive(self) -> list[Sequence[bytes]]:
+        arrived, self.arrived = self.arrived, []
+        return arrived
+
+    def trouble(self) -> str:
+        return ""
+
+    def close(self) -> None:
+        self.open = False
+
+
+def look(elsewhere: Elsewhere, silent_s: float, now: float = 100.0) -> list[Place]:
+    """Let a node look, and return the places that it greets from now on."""
+    assert list(elsewhere.hear(now, silent_s, HELLO)) == []
+    return [link.place for link in elsewhere.links if isinstance(link, Dialled)]
+
+
+def test_a_node_whose_server_is_silent_looks_at_its_standbys_and_stops_when_it_answers() -> None:
+    elsewhere = Elsewhere(2, Dialled, lambda address, now: None, THIRD, [HOME])
+    elsewhere.welcomed(NodeWelcome("run", (Term(1, 0),), 5, (HOME, SECOND, THIRD)), HOME.address)
+    assert look(elsewhere, 0.0) == []
+    assert look(elsewhere, LOOK_AFTER_S) == [THIRD, SECOND]
+    links = elsewhere.links
+    elsewhere.welcomed(NodeWelcome("run", (Term(1, 0),), 6, (HOME, SECOND, THIRD)), HOME.address)
+    assert elsewhere.links == [] and not any(link.open for link in links if isinstance(link, Dialled))
+
+
+def test_who_serves_looks_for_the_node_that_it_misses_under_both_its_keys() -> None:
+    elsewhere = Elsewhere(1, Dialled, lambda address, now: None, SECOND, [HOME])
+    welcome = NodeWelcome("run", (Term(1, 0), Term(2, 1)), 5, (SECOND, FIRST, THIRD))
+    elsewhere.welcomed(welcome, SECOND.address)
+    assert elsewhere.serves and look(elsewhere, 0.0) == []
+    elsewhere.welcomed(NodeWelcome("run", welcome.terms, 5, (SECOND, THIRD)), SECOND.address)
+    assert look(elsewhere, 0.0) == [HOME, FIRST]
+    assert elsewhere.mine().place == SECOND
+
+
+def test_a_node_that_comes_back_looks_where_the_run_was_and_takes_the_run_that_is_there(tmp_path: Path) -> None:
+    assert followed(tmp_path, 2) is None
+    with claimed(tmp_path, 2, HOME.address):
+        assert find_live(tmp_path)[1:] == (HOME.address, b"")
+        moved(tmp_path, 2, SECOND)
+        assert find_live(tmp_path)[1:] == (SECOND.address, SECOND.key)
+    where = followed(tmp_path, 2)
+    assert where == SECOND
+    elsewhere = Elsewhere(2, Dialled, lambda address, now: None, THIRD, [HOME, where])
+    assert look(elsewhere, 0.0) == []
+    assert look(elsewhere, LOOK_AFTER_S) == [SECOND, THIRD]
+    link = elsewhere.links[0]
+    assert isinstance(link, Dialled)
+    welcome = NodeWelcome("run", (Term(2, 1),), 5, (SECOND,))
+    link.arrived.append([b"", encode(welcome)])
+    assert list(elsewhere.hear(101.0, LOOK_AFTER_S, HELLO)) == [(SECOND, link, welcome)]
+    with claimed(tmp_path, 2, HOME.address):
+        assert followed(tmp_path, 2) is None
+
+
+def test_a_refused_knock_is_an_answer_and_silence_is_none() -> None:
+    knock = Knock()
+    address = f"tcp://127.0.0.1:{free_port()}"
+    assert until(lambda: knock(address, time.monotonic()), "the host refuses")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        knock.close()
+        at = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert until(lambda: knock(at, time.monotonic()), "the host accepts")
+    knock.close()
+    assert knock("ipc:///tmp/somewhere", 0.0) is True

@@ -1,0 +1,141 @@
+"""Searches for a schedule of faults that breaks a promise: ``python -m tests.server.failover_search [--runs N]``.
+
+Each run has two to five hosts, up to six faults in its first minute, and then heals: hosts die for good (who serves,
+above all), while a standby takes over too; they freeze, lose each other, or a part of the others, for a while; servers
+are killed; host 0 comes back from its disk. Messages are late. Then one server must serve all hosts that live, one
+model must be at the end of the run, and what is in it must be counted, once.
+"""
+
+import argparse
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+
+from lsgd.server import daemon
+
+from .failover_run import BrokenError, Host, World
+from .helpers import make_plan
+
+FAULTS = ("death", "death in the take-over", "partition", "cut", "freeze", "server killed", "return")
+
+
+def world_of(seed: int) -> World:
+    """Return a run that begins, by the seed."""
+    rng = random.Random(seed)
+    sizes = [rng.choice((1, 1, 2)) for _ in range(rng.choice((2, 2, 3, 3, 4, 5)))]
+    period, local = rng.choice(((4, 4), (8, 2), (16, 16)))
+    plan = make_plan(
+        period=period,
+        local_period=local,
+        workers=sum(sizes),
+        nodes=len(sizes),
+        lookahead=rng.choice((0, 1, 5)),
+        patience_s=30.0,
+        lease_s=rng.choice((5.0, 15.0)),
+    )
+    return World(plan, sizes, seed, rng.choice((0.02, 0.3)))
+
+
+def server_host(world: World) -> Host:
+    """Return a host that serves, or the first one that lives."""
+    alive = [host for host in world.hosts if host.alive]
+    return next((host for host in alive if host.server is not None), alive[0])
+
+
+def may_die(world: World, host: Host) -> bool:
+    """Whether another host would be left that has the run's model and its journal, or a copy."""
+    others = [each for each in world.hosts if each is not host and each.alive and not each.frozen]
+    others = [each for each in others if each.server is not None or each.local.copy.number]
+    return any(worker.committed for each in others for worker in each.by_incarnation.values() if worker.state != "gone")
+
+
+def strike(world: World, fault: str, rng: random.Random) -> bool:
+    """Let one fault happen; return whether it could."""
+    alive = [host for host in world.hosts if host.alive]
+    host = server_host(world) if rng.random() < 0.6 else rng.choice(alive)
+    lasts_s = rng.choice((3.0, 8.0, 20.0, 45.0))
+    if fault == "death" or fault == "death in the take-over":
+        if fault != "death":
+            host = next((each for each in alive if each.local.takes_over), host)
+        if not may_die(world, host):
+            return False
+        host.die()
+    elif fault == "partition":
+        part = {each.index for each in world.hosts if rng.random() < 0.5}
+        _cut(world, [(a, b) for a in part for b in range(len(world.hosts)) if b not in part], lasts_s)
+    elif fault == "cut":
+        _cut(world, [(host.index, rng.randrange(len(world.hosts)))], lasts_s)
+    elif fault == "freeze":
+        if host.frozen:
+            return False
+        host.frozen = True
+        life = host.life
+        world.after(lasts_s, lambda: host.life == life and host.alive and host.thaw())
+    elif fault == "server killed":
+        host.kill_server()
+    elif world.hosts[0].alive:
+        return False
+    else:
+        world.hosts[0].reboot()
+    return True
+
+
+def _cut(world: World, pairs: list[tuple[int, int]], lasts_s: float) -> None:
+    cut = {frozenset(pair) for pair in pairs if pair[0] != pair[1]}
+    world.cuts |= cut
+    world.after(lasts_s, lambda: world.cuts.difference_update(cut))
+
+
+def search(seed: int) -> tuple[World, Counter[str]]:
+    """Make a run with random faults, by the seed, to its end; raise what it breaks."""
+    rng = random.Random(seed ^ 0x5EED)
+    world = world_of(seed)
+    struck: Counter[str] = Counter()
+    world.until(lambda: all(worker.committed for worker in world.workers), 60.0)
+    for _ in range(rng.randint(1, 6)):
+        world.passes(rng.choice((0.3, 1.5, 4.0, 7.0, 12.0, 25.0)))
+        fault = rng.choice(FAULTS)
+        if strike(world, fault, rng):
+            struck[fault] += 1
+            world.say(f"{fault}: alive {[h.index for h in world.hosts if h.alive]}, cuts {len(world.cuts)}")
+    world.finish()
+    return world, struck
+
+
+def quiet(run: Callable[[], int]) -> int:
+    """Run without lines of the servers, which print in this thread."""
+    daemon.silence()
+    return run()
+
+
+def main() -> int:
+    """Try many seeds, and print what was tried and what broke."""
+    parser = argparse.ArgumentParser(prog="tests.server.failover_search", description=__doc__)
+    parser.add_argument("--runs", type=int, default=3000)
+    parser.add_argument("--first", type=int, default=0, help="seed of the first run")
+    options = parser.parse_args()
+    began, struck, broken, takeovers, virtual_s = time.monotonic(), Counter[str](), 0, 0, 0.0
+    for seed in range(options.first, options.first + options.runs):
+        try:
+            world, faults = search(seed)
+        except Exception as error:
+            broken += 1
+            where = "" if isinstance(error, BrokenError) else traceback.format_exc()
+            print(f"seed {seed}: {type(error).__name__}: {error}\n{where}", flush=True)
+            continue
+        struck += faults
+        takeovers += world.takeovers
+        virtual_s += world.now
+    print(
+        f"{options.runs} runs, {virtual_s / 3600:.1f} hours of theirs in {time.monotonic() - began:.0f} s; "
+        f"{takeovers} take-overs; {broken} runs broke a promise"
+    )
+    print(", ".join(f"{fault}: {count}" for fault, count in sorted(struck.items())))
+    return min(broken, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(quiet(main))
