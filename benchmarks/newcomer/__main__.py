@@ -218,7 +218,7 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="print what all launchers say")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="which ones")
     parser.add_argument("--repeats", type=int, default=1, help="how often (default: once)")
-    parser.add_argument("--version", default="this", help="what the measured version is called in the table")
+    parser.add_argument("--version", default="now", help="what the measured version is called in the table")
     parser.add_argument("--json", type=Path, help="write the results to this file as they come, and go on with those")
     options = parser.parse_args()
     machine = about("benchmarks.newcomer")

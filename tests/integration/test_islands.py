@@ -254,7 +254,7 @@ def test_a_newcomer_takes_the_model_while_the_other_islands_train(islands) -> No
     command(islands, "stop")
     for process in islands.processes:
         process.succeeds()
-    assert re.search(r"node0/worker2 takes \S+ MB of the model from \S+ while the others train", late[0].output)
+    assert re.search(r"node0/worker2 takes? \S+ MB of the model from \S+ while the others train", late[0].output)
     third, first = (whole_rounds(islands.folder, index) for index in (2, 0))
     both = third.keys() & first.keys()
     assert len(both) > 3 and all(third[number] == first[number] for number in both)
