@@ -3,6 +3,7 @@
 import errno
 import select
 import socket
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -77,6 +78,7 @@ class Knock:
             return
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves no TIME_WAIT
         self._began_at = now
         try:
             self._note(self._socket.connect_ex((host, port)), now)
