@@ -60,7 +60,7 @@ class Run:
     def __init__(self, testbed: Testbed, folder: Path, options: argparse.Namespace, seeds: Sequence[int]) -> None:
         self._hosts, self._folder, self._options, self._seeds = testbed.hosts, folder, options, seeds
         self._plan = folder / "plan.toml"
-        limits = RunSettings(workers=2, exchange_timeout_s=120.0, lease_s=60.0, checkpoint_every_s=0.0)
+        limits = RunSettings(workers=2, exchange_timeout_s=600.0, lease_s=60.0, checkpoint_every_s=0.0)
         self._plan.write_text(Plan(limits, (Phase(LocalSettings(period=options.period)),)).to_toml())
         self._processes: list[Process] = []
         for index in range(2):
@@ -101,9 +101,9 @@ class Run:
         return found
 
     def received(self, index: int, since: float, until: float) -> int:
-        """Return the bytes that a host's worker has received meanwhile."""
-        found = [note.received_nbytes for note in self.notes(index) if since <= note.at <= until]
-        return found[-1] - found[0]
+        """Return the bytes that a host's worker has received by its steps after these times, in between."""
+        before, after = (next(note for note in self.notes(index) if note.at >= at) for at in (since, until))
+        return after.received_nbytes - before.received_nbytes
 
     def steps(self, index: int) -> list[float]:
         """Return when the steps of a host's workers began."""
@@ -218,7 +218,7 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="print what all launchers say")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="which ones")
     parser.add_argument("--repeats", type=int, default=1, help="how often (default: once)")
-    parser.add_argument("--version", default="this", help="what the measured version is called in the table")
+    parser.add_argument("--version", default="now", help="what the measured version is called in the table")
     parser.add_argument("--json", type=Path, help="write the results to this file as they come, and go on with those")
     options = parser.parse_args()
     machine = about("benchmarks.newcomer")
