@@ -126,6 +126,11 @@ class Inventory:
         self.chunks = chunks_of(self._rows)
         self.digests = digests_of(self.chunks)
 
+    @property
+    def device(self) -> torch.device:
+        """The tensors'."""
+        return self.chunks[0].data.device if self.chunks else torch.device("cpu")
+
     def roots(self) -> bytes:
         """Return the digest of the model and that of the shared state."""
         return root_of(self.digests[: self.first_shared]) + root_of(self.digests[self.first_shared :])
@@ -217,7 +222,7 @@ class Handover:
         """
         background = Background()
         if meanwhile is not None:
-            background.start(meanwhile, torch.device("cpu"))
+            background.start(meanwhile, own.device)
         try:
             changes, left = ({}, {}) if len(self._ranks) == 1 or self._agree(own) else self._take(own, within_s)
         finally:
