@@ -72,11 +72,11 @@ class TestCases:
 
     def test_a_gpu_is_needed_by_a_line_of_each_part_in_small_and_by_no_line_of_a_gpu_s(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        for make in PARTS:
+        for make in PARTS.values():
             small, whole = make(Setup("cpu", Path())), make(Setup("cuda", Path()))
             assert any(case.needs_gpu for case in small.cases) or small.number == 4
             assert len({case.what for case in whole.cases}) == len(whole.cases)
-        whats = [case.what for case in PARTS[2](Setup("cuda", Path())).cases]
+        whats = [case.what for case in PARTS[3](Setup("cuda", Path())).cases]
         assert sum(what.endswith("`") for what in whats) == 10
         assert any("gloo" in what for what in whats), "two processes on one GPU have no NCCL"
 

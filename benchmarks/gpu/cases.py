@@ -1,6 +1,7 @@
 """What is tried, how it goes, and until when: parts of cases, each with its findings."""
 
 import contextlib
+import re
 import threading
 import time
 import traceback
@@ -154,13 +155,16 @@ def _findings(case: Case, setup: Setup, left_s: float, limit_s: float) -> tuple[
     except NotHereError as error:
         return [Finding(case.what, "not run", why=str(error))], ""
     except RunFailedError as error:
-        return [Finding(case.what, "failed", why=_last_line(str(error)))], str(error)
+        return [Finding(case.what, "failed", why=_reason(str(error)))], str(error)
     except Exception as error:  # one case must not keep the others from running
         return [Finding(case.what, "failed", why=f"{type(error).__name__}: {error}")], traceback.format_exc()
 
 
-def _last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+def _reason(story: str) -> str:
+    """Return the last line that names an error, or else the last one."""
+    lines = [line.strip() for line in story.splitlines() if line.strip()]
+    named = [line for line in lines if re.search(r"\w(Error|Exception): ", line)]
+    return (named or lines)[-1]
 
 
 @contextlib.contextmanager

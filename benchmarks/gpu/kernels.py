@@ -65,7 +65,8 @@ def _test(
     """Run tests, perhaps below another program; all must pass, and there must be some."""
     with in_folder(setup, what) as folder:
         report = folder / "tests.xml"
-        options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        lenient = ["-o", "filterwarnings=default"]  # other releases of CuPy and numpy may warn
+        options = ["-q", *lenient, "-p", "no:cacheprovider", f"--junitxml={report}"]
         await_all([start([*before, sys.executable, "-m", "pytest", *arguments, *options])], "pytest", left_s)
         suite = ElementTree.parse(report).getroot()[0]
         skipped = int(suite.attrib["skipped"])

@@ -39,7 +39,8 @@ def summary_of(rows: Sequence[Row]) -> str:
     """Return how many passed, failed, need a GPU, and were not run."""
     counts = Counter(row["result"] for row in rows)
     names = {"passed": "passed", "failed": "failed", "needs a GPU": "need a GPU", "not run": "not run"}
-    return ", ".join(f"{counts[result]} {name}" for result, name in names.items() if counts[result])
+    told = [f"{counts[result]} {name}" for result, name in names.items() if counts[result]]
+    return ", ".join(told) or "nothing was tried"
 
 
 def machine_of(found: Row) -> str:

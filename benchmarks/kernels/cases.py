@@ -20,6 +20,9 @@ from lsgd.kernels.cuda.launch import CupyLaunch
 
 BLOCK = 2048
 MEMBERS = 8
+SLEPT_CYCLES = 1_000_000
+"""About half a millisecond: so long may Python take to queue a call."""
+
 SCALES = 8 / BLOCK  # bytes of lo and unit per element
 FEW_BITS = ("levels2", "levels1", "minmax4", "topk")
 
@@ -198,8 +201,9 @@ class CudaDevice:
         return torch.cuda.get_device_name()
 
     def time(self, call: Call) -> float:
-        """Return the time on the GPU, by events around the call."""
+        """Return the time on the GPU, by events around the call, which is queued while the GPU sleeps."""
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(SLEPT_CYCLES)
         start.record()
         call()
         stop.record()

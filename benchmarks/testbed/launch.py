@@ -103,14 +103,16 @@ def await_all(
         RunFailedError: one failed, or the time is over; all have been ended.
     """
     deadline = time.monotonic() + timeout_s
-    while True:
-        codes = [process.poll() for process in processes]
-        if any(codes) or None not in codes or time.monotonic() > deadline:
-            break
-        meanwhile()
-        time.sleep(POLL_PERIOD_S)
-    for process in processes:
-        process.kill()
+    try:
+        while True:
+            codes = [process.poll() for process in processes]
+            if any(codes) or None not in codes or time.monotonic() > deadline:
+                break
+            meanwhile()
+            time.sleep(POLL_PERIOD_S)
+    finally:  # also when this process is interrupted
+        for process in processes:
+            process.kill()
     said = [_last_words(process) for process in processes]
     if any(codes):
         raise RunFailedError(f"{what} failed:\n" + "\n".join(text[-SHOWN_CHARACTERS:] for text in said))

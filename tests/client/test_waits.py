@@ -10,6 +10,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lsgd.algorithms.base import Commit
+from lsgd.algorithms.bytegrad import ByteGradSettings
+from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
 from lsgd.client import Worker
 from lsgd.client.groups.tcp_group import TcpGroup
@@ -105,6 +107,40 @@ def test_nothing_looks_at_a_tensor_before_the_round_commits(
 
     for x in simulate(NODES, work):
         assert x.isfinite().all() or settings.schedule().identical  # which exchanges gradients
+
+
+DELAYED = [
+    ("`local`, delayed", LocalSettings(period=4, fragments=2, delay=1, outer_momentum=0.5)),
+    ("`leader`, delayed", LeaderSettings(4, 2, delay=1, compression="minmax8", proximal_global=0.0)),
+    ("`bytegrad`, with its errors", ByteGradSettings(error_feedback=True)),
+]
+
+
+@pytest.mark.parametrize("judged", [0.0, 1.0])
+@pytest.mark.parametrize(("name", "settings"), [*variants(), *DELAYED])
+def test_a_round_stays_on_the_device_of_the_model(name: str, settings: AlgorithmSettings, judged: float) -> None:
+    """Tensors without elements are in a GPU's place: one of the host does not mix with them, and nobody can look."""
+
+    def make(commit: Commit | None) -> None:
+        if commit is not None:
+            numbers = [each.numel() if isinstance(each, Tensor) else 1 for each in commit.judged]
+            commit.apply([judged] * sum(numbers))
+
+    def work(group: SimulatedGroup) -> None:
+        x, gradient = (torch.ones(3000, device="meta") for _ in range(2))
+        algorithm = settings.create([x], "run")
+        algorithm.reset([x], group, make_round(NODES, 1))
+        for number in range(1, 4):
+            make(algorithm.settle([x]))
+            order = make_round(NODES, number)
+            commit = algorithm.before_forward([x], group, order)
+            make(commit or algorithm.after_backward([x], [gradient], group, order))
+            for _ in range(2):
+                make(algorithm.after_step([x]))
+        make(algorithm.settle([x]))
+        assert {each.device.type for each in algorithm.shared_state()} <= {"meta"}
+
+    simulate(NODES, work)
 
 
 def test_only_payloads_are_copied_to_host_memory_and_back() -> None:
