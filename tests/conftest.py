@@ -17,9 +17,11 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples every time: what a change breaks is seen with the change. "search" looks for others, and for more
-# (CONTRIBUTING.md). No example has a deadline: a busy machine is no failure.
+# (CONTRIBUTING.md), "few" is for a slow tool around the tests (benchmarks/gpu). No example has a deadline: a busy
+# machine is no failure.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("few", settings.get_profile("repeatable"), max_examples=20)
 settings.load_profile("repeatable")
 
 

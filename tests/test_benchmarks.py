@@ -45,6 +45,17 @@ def quick(name: str, folder: Path, *arguments: str, size: str = "--quick", **var
 
 
 @root
+@needs_root
+@slow
+def test_newcomers_receive_what_they_lack_and_nothing_else(tmp_path: Path) -> None:
+    results = {result["case"]: result for result in quick("newcomer", tmp_path)["results"]}
+    assert results["equal"]["received"] < 0.01
+    for case in ("unequal", "restarted", "third"):
+        assert 0.7 < results[case]["received"] < 1.1
+    assert results["third"]["ordinary_s"] < 30
+
+
+@root
 @alone
 @needs_root
 @slow

@@ -192,6 +192,7 @@ class TestEnvironment:
         environ = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": "", **variables}
         return subprocess.run(command, cwd=root.parent, env=environ, capture_output=True, text=True)
 
+    @pytest.mark.slow
     def test_what_is_missing_comes_from_wheels_and_torch_stays(self, checkout, tmp_path):
         done = self.run(checkout, self.wheels(tmp_path / "whls", "2.3"), "--device", "cpu", "--parts", "5")
         assert done.returncode == 0, done.stderr

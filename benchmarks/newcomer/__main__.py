@@ -1,8 +1,8 @@
 """What a newcomer costs the others on a slow link: ``sudo python -m benchmarks.newcomer``. Linux, root.
 
-Workers with 25 million parameters, one on each host of a testbed, make steps that are sleeps, and rounds with the
-default algorithm. Four cases: two start with equal seeds, or with unequal ones; one of two is killed and comes back; a
-third comes to two. Each worker notes when its steps begin, so it is known how long those that train stand still.
+Workers, one on each host of a testbed, make steps that are sleeps, and rounds with the default algorithm. Four cases:
+two start with equal seeds, or with unequal ones; one of two is killed and comes back; a third comes to two. Each worker
+notes when its steps begin, so it is known how long those that train stand still.
 """
 
 import argparse
@@ -20,7 +20,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.newcomer.tables import CASES, newcomer_table
-from benchmarks.newcomer.worker import NUMEL
 from benchmarks.report.about import about, argument_parser, heading
 from benchmarks.report.results import Results
 from benchmarks.testbed import Testbed, told
@@ -60,7 +59,7 @@ class Run:
     def __init__(self, testbed: Testbed, folder: Path, options: argparse.Namespace, seeds: Sequence[int]) -> None:
         self._hosts, self._folder, self._options, self._seeds = testbed.hosts, folder, options, seeds
         self._plan = folder / "plan.toml"
-        limits = RunSettings(workers=2, exchange_timeout_s=120.0, lease_s=60.0, checkpoint_every_s=0.0)
+        limits = RunSettings(workers=2, exchange_timeout_s=600.0, lease_s=60.0, checkpoint_every_s=0.0)
         self._plan.write_text(Plan(limits, (Phase(LocalSettings(period=options.period)),)).to_toml())
         self._processes: list[Process] = []
         for index in range(2):
@@ -75,7 +74,8 @@ class Run:
         host = self._hosts[index]
         nodes, address = len(self._hosts), self._hosts[0].address
         command = launch_command(host.index, nodes, address, 1, self._plan, self._folder / host.name)
-        arguments = [str(self._path(host.index)), str(self._seeds[host.index]), str(self._options.step_s)]
+        numbers = self._seeds[host.index], self._options.parameters, self._options.step_s
+        arguments = [str(self._path(host.index)), *map(str, numbers)]
         script = [sys.executable, "-m", "benchmarks.newcomer.worker", *arguments]
         self._processes.append(start([*command, "--insecure", "--", *script], host))
 
@@ -101,9 +101,9 @@ class Run:
         return found
 
     def received(self, index: int, since: float, until: float) -> int:
-        """Return the bytes that a host's worker has received meanwhile."""
-        found = [note.received_nbytes for note in self.notes(index) if since <= note.at <= until]
-        return found[-1] - found[0]
+        """Return the bytes that a host's worker has received by its steps after these times, in between."""
+        before, after = (next(note for note in self.notes(index) if note.at >= at) for at in (since, until))
+        return after.received_nbytes - before.received_nbytes
 
     def steps(self, index: int) -> list[float]:
         """Return when the steps of a host's workers began."""
@@ -178,7 +178,7 @@ def start_of(options: argparse.Namespace, seeds: Sequence[int]) -> Cost:
         notes = [run.notes(index) for index in range(2)]
         joined = max(each[0].at for each in notes)
         firsts = [next(note for note in each if note.event == "step") for each in notes]
-        received = max(first.received_nbytes for first in firsts) / (4 * NUMEL)
+        received = max(first.received_nbytes for first in firsts) / (4 * options.parameters)
         return Cost(max(first.at for first in firsts) - joined, None, None, None, received, load)
 
 
@@ -204,7 +204,7 @@ def late(options: argparse.Namespace, *, restarted: bool) -> Cost:
         ordinary_s = statistics.median(pauses(run.steps(0), first.at + step_s, math.inf, step_s))
         beyond = [pause - ordinary_s for pause in pauses(run.steps(0), began, first.at + step_s, step_s)]
         own, ordinary = first.received_nbytes, run.received(0, joined.at, first.at)
-        received = (own - ordinary) / (4 * NUMEL)
+        received = (own - ordinary) / (4 * options.parameters)
         return Cost(first.at - joined.at, max(beyond), sum(beyond), ordinary_s, received, load)
 
 
@@ -213,18 +213,22 @@ def main() -> int:
     parser = argument_parser("benchmarks.newcomer", __doc__)
     parser.add_argument("--rate-mbit", type=float, default=10.0, help="what each host can send (default: 10)")
     parser.add_argument("--delay-ms", type=float, default=20.0, help="how long each packet is under way (default: 20)")
+    parser.add_argument("--parameters", type=int, default=25_000_000, help="of the model (default: 25 million)")
     parser.add_argument("--period", type=int, default=64, help="steps between two rounds (default: 64)")
     parser.add_argument("--step-s", type=float, default=0.15, help="seconds of a step (default: 0.15)")
+    parser.add_argument("--quick", action="store_true", help="a million parameters, 4 Mbit, and short steps")
     parser.add_argument("--verbose", action="store_true", help="print what all launchers say")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), help="which ones")
     parser.add_argument("--repeats", type=int, default=1, help="how often (default: once)")
-    parser.add_argument("--version", default="this", help="what the measured version is called in the table")
+    parser.add_argument("--version", default="now", help="what the measured version is called in the table")
     parser.add_argument("--json", type=Path, help="write the results to this file as they come, and go on with those")
     options = parser.parse_args()
+    if options.quick:
+        options.parameters, options.rate_mbit, options.period, options.step_s = 1_000_000, 4.0, 16, 0.05
     machine = about("benchmarks.newcomer")
     print(heading(machine) + "\n", flush=True)
-    settings = {name: getattr(options, name) for name in ("rate_mbit", "delay_ms", "period", "step_s")}
-    results = Results(options.json, machine, {"parameters": NUMEL, **settings})
+    settings = {name: getattr(options, name) for name in ("parameters", "rate_mbit", "delay_ms", "period", "step_s")}
+    results = Results(options.json, machine, settings)
     cases: dict[str, Callable[[], Cost]] = {
         "equal": lambda: start_of(options, (0, 0)),
         "unequal": lambda: start_of(options, (0, 7)),

@@ -30,16 +30,20 @@ def newcomer_table(results: Sequence[Mapping[str, Any]]) -> str:
 
     Pauses are those beyond an ordinary round of as many workers. At the start of a run, all wait until all train.
     """
-    rows = []
+    rows, versions = [], dict.fromkeys(result["version"] for result in results)
     for case, name in CASES.items():
-        of_case = [result for result in results if result["case"] == case]
-        for version in dict.fromkeys(result["version"] for result in of_case):
-            found = [result for result in of_case if result["version"] == version]
-
-            def mean(key: str, form: str, found: Sequence[Mapping[str, Any]] = found) -> str:
-                return spread([result[key] for result in found if result[key] is not None], form)
-
-            pauses = [mean("longest_s", "+.1f"), mean("all_s", "+.1f"), mean("ordinary_s", ".1f")]
-            load = " ".join(f"{result['load']:.1f}" for result in found)
-            rows.append([name, version, mean("until_s", ".1f"), *pauses, mean("received", ".2f"), load])
+        for version in versions:
+            if found := [result for result in results if (result["case"], result["version"]) == (case, version)]:
+                rows.append([name, version, *_cells(found)])
     return table(COLUMNS, rows)
+
+
+def _cells(results: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the figures of results of one case and version."""
+
+    def mean(key: str, form: str) -> str:
+        return spread([result[key] for result in results if result[key] is not None], form)
+
+    pauses = [mean("longest_s", "+.1f"), mean("all_s", "+.1f"), mean("ordinary_s", ".1f")]
+    load = " ".join(f"{result['load']:.1f}" for result in results)
+    return [mean("until_s", ".1f"), *pauses, mean("received", ".2f"), load]

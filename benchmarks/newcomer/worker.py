@@ -1,4 +1,4 @@
-"""The training script of benchmarks/newcomer: 25 million parameters, all of which change in a step that is a sleep."""
+"""The training script of benchmarks/newcomer: a model all of which changes in a step that is a sleep."""
 
 import json
 import os
@@ -11,26 +11,24 @@ from torch import nn
 
 from lsgd.client import Worker
 
-NUMEL = 25_000_000
-
 
 class Weights(nn.Module):
     """Weights with the distribution of a layer's at its start."""
 
-    def __init__(self) -> None:
+    def __init__(self, numel: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(NUMEL).uniform_(-0.03, 0.03))
+        self.weight = nn.Parameter(torch.empty(numel).uniform_(-0.03, 0.03))
 
 
 def main() -> None:
-    """Train until killed; the arguments are a file for the times of steps, the seed, and the seconds of a step."""
-    path, seed, step_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    """Train until killed; the arguments are a file for notes, the seed, the parameters, and the seconds of a step."""
+    path, seed, numel, step_s = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
     torch.set_num_threads(1)
     torch.manual_seed(seed)
-    model = Weights()
+    model = Weights(numel)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     torch.manual_seed(os.getpid())
-    model.weight.grad = torch.randn(NUMEL)
+    model.weight.grad = torch.randn(numel)
     with path.open("a", buffering=1) as file, Worker.join(model, optimizer) as worker:
 
         def note(event: str) -> None:

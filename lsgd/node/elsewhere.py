@@ -3,6 +3,7 @@
 import errno
 import select
 import socket
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -77,6 +78,7 @@ class Knock:
             return
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # leaves no TIME_WAIT
         self._began_at = now
         try:
             self._note(self._socket.connect_ex((host, port)), now)
@@ -116,6 +118,7 @@ class Elsewhere:
     Attributes:
         run: the run; empty before this node is in one.
         terms: those of the server that it follows.
+        standbys: nodes that would serve instead, the first one first.
     """
 
     def __init__(
@@ -134,7 +137,7 @@ class Elsewhere:
         self._first = [*first, own] if own else [*first]
         self._here = _server(self._first[0]) if self._first else None
         self._known: dict[_Server, Place] = {}
-        self._standbys: tuple[int, ...] = ()
+        self.standbys: tuple[int, ...] = ()
         self._links: dict[_Server, Link] = {}
         self._looked_at: dict[_Server, float] = {}
         self._last: NodeWelcome | None = None
@@ -170,7 +173,7 @@ class Elsewhere:
             if served.address.partition("://")[2].startswith(("0.0.0.0", "[::]")):
                 self._served = Place(served.node, address, served.key)
                 self._note(self._served)
-        self._standbys = tuple(place.node for place in welcome.places[1:])
+        self.standbys = tuple(place.node for place in welcome.places[1:])
         if not self.serves:
             self._forget(self._links)
 
@@ -215,7 +218,7 @@ class Elsewhere:
         if silent_s < LOOK_AFTER_S or self._served is None:
             return False
         # A copy from before the last standbys were chosen is better than none: its node comes after them.
-        rank = [*self._standbys, self._node].index(self._node)
+        rank = [*self.standbys, self._node].index(self._node)
         return takes_over(rank, silent_s, self._knock(self._served.address, now))
 
     def take(self, place: Place) -> None:
@@ -237,7 +240,7 @@ class Elsewhere:
         if silent_s >= LOOK_AFTER_S:
             return [server for server in self._known if server != self._here]
         if self.serves:
-            return [server for server in self._known if server[0] not in (self._node, *self._standbys)]
+            return [server for server in self._known if server[0] not in (self._node, *self.standbys)]
         return []
 
     def _forget(self, servers: Iterable[_Server]) -> None:

@@ -550,7 +550,7 @@ class LocalServer:
             return (
                 f"no global server answers at {address}; start it there with: lsgd-server --global --listen {address}"
             )
-        return (
-            f"the global server at {address} has been silent for {now - self.heard_at:.0f} s; restart it there "
-            f"with its --journal: lsgd-server --global --listen {address}"
-        )
+        silent = f"the global server at {address} has been silent for {now - self.heard_at:.0f} s"
+        if self.elsewhere is not None and self.elsewhere.standbys:
+            return f"{silent}; if it stays away, node{self.elsewhere.standbys[0]} serves the run"
+        return f"{silent}; restart it there with its --journal: lsgd-server --global --listen {address}"

@@ -12,6 +12,7 @@ import errno
 import os
 import socket
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -288,7 +289,7 @@ class Connector(_Socket):
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
         self._keys = keys
         try:
-            self._socket.connect(address)
+            self._socket.connect(_never_to_itself(address))
         except zmq.ZMQError as error:
             self.close()
             raise ConfigError(
@@ -392,6 +393,26 @@ class Polled:
         if (sources := self._sources()) != self._known:
             self._known, self._poller = sources, Poller(*sources)
         self._poller.wait(timeout_s)
+
+
+def _never_to_itself(address: str) -> str:
+    """Return a TCP address of this machine with another source address, and any other as it is.
+
+    A call from a machine to itself, where nobody listens yet, may get the very port that it calls: then TCP connects it
+    to itself, and the server cannot listen there for a minute.
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or sys.platform != "linux":
+        return address
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((host.strip("[]"), 0))  # works for addresses of this machine only
+    except OSError:
+        return address
+    source = "[::1]" if ":" in host else "127.0.0.1"
+    if host == source:  # IPv6 has one loopback address only
+        source = "[::1]" if ":" in host else "127.0.0.2"
+    return address if source == host else f"tcp://{source}:0;{host}:{port}"
 
 
 def _connections(count: int) -> str:

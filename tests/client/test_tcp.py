@@ -500,7 +500,8 @@ def test_what_is_done_leaves_no_memory_to_the_garbage_collector() -> None:
     gc.disable()
     try:
         assert all_at_once(groups, work) == [None] * 2
-        assert sum(type(thing) is Operation for thing in gc.get_objects()) < 10
+        # The last ones may be in the hands of the groups' threads; if any were kept, so were all 60 and more.
+        assert sum(type(thing) is Operation for thing in gc.get_objects()) < 40
     finally:
         gc.enable()
 

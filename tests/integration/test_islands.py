@@ -15,7 +15,8 @@ from safetensors import safe_open
 
 from lsgd.protocol.events import WorkerJoined
 
-from .running import LIGHT, LOADED_BY_WORKERS, SCRIPTS, Cluster, ForkServer, Process, free_port
+from .running import LIGHT, LOADED_BY_WORKERS, SCRIPTS, Cluster, ForkServer, Process, free_port, until
+from .test_algorithms import command
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fsdp.py"
 
@@ -239,6 +240,24 @@ def test_an_island_goes_on_from_its_checkpoints_with_any_number_of_processes(isl
     for resumed in after[1:]:
         for one, other in zip(resumed, after[0], strict=True):
             assert alike(one) == other
+
+
+def test_a_newcomer_takes_the_model_while_the_other_islands_train(islands) -> None:
+    """One of its processes has its part some rounds before the other."""
+    islands.begin("--algorithm", "local", "--period", "4")
+    for index in (0, 1):
+        islands.island(index, "--slow-link")
+    until(lambda: islands.status()["rounds_global"] > 2, "two islands train")
+    late = islands.island(2, "--slow-link")
+    path = islands.folder / "node0-worker2.1.rounds"
+    until(lambda: path.exists() and path.read_text().count("\n") > 3, "the third trains")
+    command(islands, "stop")
+    for process in islands.processes:
+        process.succeeds()
+    assert re.search(r"node0/worker2 takes? \S+ MB of the model from \S+ while the others train", late[0].output)
+    third, first = (whole_rounds(islands.folder, index) for index in (2, 0))
+    both = third.keys() & first.keys()
+    assert len(both) > 3 and all(third[number] == first[number] for number in both)
 
 
 def test_processes_that_share_no_model_are_told_so(islands) -> None:

@@ -1,8 +1,12 @@
-"""How several frames travel in one part of a ZeroMQ message."""
+"""How several frames travel in one part of a ZeroMQ message, and how a machine calls itself."""
+
+import os
+import sys
 
 import msgpack
 import pytest
 
+from benchmarks.testbed import Testbed
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import MAX_ITEMS
 from lsgd.protocol.frames import PACKED, pack, unpack
@@ -87,3 +91,28 @@ def test_a_message_of_more_parts_than_a_turn_takes_is_read_on_in_the_next(tmp_pa
             got += frames
         assert got == [FRAME, *parts]
         assert turns > 1 and not listener.waiting
+
+
+CALLS_ITS_OWN_MACHINE = """
+import socket, sys
+from lsgd.protocol.sockets import Connector
+open("/proc/sys/net/ipv4/ip_local_port_range", "w").write("47400 47401")  # whoever calls gets the server's port
+with Connector(f"tcp://{sys.argv[1]}:47400", b"node0#1"):
+    for _ in range(40):
+        with socket.socket() as server:
+            server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            server.bind((sys.argv[1], 47400))
+            server.listen()
+            server.settimeout(30.0)
+            server.accept()[0].close()
+print("it listened each time")
+"""
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
+def test_who_calls_its_own_machine_before_somebody_listens_never_takes_the_port() -> None:
+    with Testbed(1) as testbed:
+        (host,) = testbed.hosts
+        for address in (host.address, "127.0.0.1"):
+            assert host.run([sys.executable, "-c", CALLS_ITS_OWN_MACHINE, address]) == "it listened each time\n"

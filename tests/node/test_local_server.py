@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from lsgd.errors import ConfigError
-from lsgd.node.local_server import LEAVE_WITHIN_S, LocalServer
+from lsgd.node.elsewhere import Elsewhere
+from lsgd.node.local_server import LEAVE_WITHIN_S, SILENT_AFTER_S, LocalServer
 from lsgd.protocol.messages import (
     LOOP_ENDED,
     GivenUp,
@@ -21,12 +22,14 @@ from lsgd.protocol.messages import (
     NodeHello,
     NodeWelcome,
     Over,
+    Place,
     Refused,
     Request,
     RunOver,
     Status,
     Stop,
     StopRun,
+    Term,
     decode,
     encode,
 )
@@ -43,7 +46,7 @@ REQUEST = Request("node3/worker0", 7, 1, 0, 0, 0, None)
 class Between:
     """A local server, turned by hand, between a global server and a worker that the test plays, on a clock it moves."""
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Elsewhere | None = None) -> None:
         token = secrets.token_hex(4)
         above, below = f"inproc://above-{token}", f"inproc://below-{token}"
         self.listener, workers = Listener(above), Listener(below)
@@ -51,8 +54,9 @@ class Between:
         self.open = [self.worker, link, workers, self.listener]
         self.said: list[str] = []
         self.now = 1000.0
+        said = self.said.append
         self.server = LocalServer(
-            3, 5, workers, link, say=self.said.append, complain=self.said.append, clock=lambda: self.now
+            3, 5, workers, link, say=said, complain=said, elsewhere=elsewhere, clock=lambda: self.now
         )
         self.above: list[object] = []
         self.below: list[object] = []
@@ -111,6 +115,25 @@ def test_a_node_whose_processes_do_not_join_says_so_every_minute(between) -> Non
     between.now = began + 200
     between.turn()
     assert len([line for line in between.said if "has joined for" in line]) == 2
+
+
+@pytest.mark.parametrize(
+    ("places", "remedy"),
+    [
+        ((Place(0, "tcp://10.0.0.1:1"), Place(1, "tcp://10.0.0.2:1")), "if it stays away, node1 serves the run"),
+        ((), "restart it there with its --journal"),
+    ],
+)
+def test_who_waits_for_the_global_server_says_what_will_happen_or_what_to_do(places, remedy) -> None:
+    between = Between(Elsewhere(3, lambda place: between.worker, lambda address, now: None))
+    between.until(lambda: any(isinstance(m, NodeHello) for m in between.above), "a greeting comes")
+    between.say(NodeWelcome("run", (Term(1, 0),), 5, places))
+    between.until(lambda: between.server.heard_at, "it is welcome")
+    between.now += SILENT_AFTER_S
+    between.until(lambda: any("has been silent" in line for line in between.said), "it says so")
+    assert remedy in between.said[-1]
+    for each in between.open:
+        each.close()
 
 
 def test_workers_are_given_up_at_once_and_whenever_they_ask(between) -> None:

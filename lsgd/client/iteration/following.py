@@ -155,9 +155,10 @@ class Following:
     def _words(self) -> str:
         """Return who takes how much, and how long that takes at least."""
         names, left_s = self._post.names, self._all_nbytes / self._nbytes_per_s
+        takers = [names[rank] for rank in self._left]
         return (
-            f"{', '.join(names[rank] for rank in self._left)} takes {self._all_nbytes / 1e6:.1f} MB of the model from "
-            f"{names[self._source]} while the others train, in about {left_s:.0f} s or more"
+            f"{', '.join(takers)} take{'s' if len(takers) == 1 else ''} {self._all_nbytes / 1e6:.1f} MB of the model "
+            f"from {names[self._source]} while the others train, in about {left_s:.0f} s or more"
         )
 
     def _progress(self) -> StreamProgress:

@@ -21,7 +21,7 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
@@ -33,6 +33,7 @@ from lsgd.client.groups.mesh import SHOWN_AFTER_S, TELL_EVERY_S
 from lsgd.client.groups.stream import StreamProgress
 from lsgd.client.iteration.chunks import chunks_of, digests_of
 from lsgd.client.iteration.post import PACKS_FROM_S, Post
+from lsgd.collectives.background import Background
 from lsgd.digests import CHUNK_NBYTES, DIGEST_NBYTES, root_of
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Round
@@ -125,6 +126,11 @@ class Inventory:
         self.chunks = chunks_of(self._rows)
         self.digests = digests_of(self.chunks)
 
+    @property
+    def device(self) -> torch.device:
+        """The tensors'."""
+        return self.chunks[0].data.device if self.chunks else torch.device("cpu")
+
     def roots(self) -> bytes:
         """Return the digest of the model and that of the shared state."""
         return root_of(self.digests[: self.first_shared]) + root_of(self.digests[self.first_shared :])
@@ -196,10 +202,17 @@ class Handover:
         now = self._progress()
         return str(now) if now.left_nbytes and now.seconds > SHOWN_AFTER_S else ""
 
-    def run(self, own: Inventory, within_s: float = math.inf) -> Mapping[int, Sequence[int]]:
+    def run(
+        self, own: Inventory, within_s: float = math.inf, meanwhile: Callable[[], None] | None = None
+    ) -> Mapping[int, Sequence[int]]:
         """Give the source's tensors to all who lack them.
 
         With a limit, newcomers may still lack chunks afterwards, but none that change in every step.
+
+        Args:
+            own: what this member has.
+            within_s: the limit.
+            meanwhile: called in a thread, and done before anything changes.
 
         Returns:
             the numbers of those chunks, by rank.
@@ -207,8 +220,18 @@ class Handover:
         Raises:
             ExchangeError: it failed. Without a limit nothing has changed, and with one only in newcomers.
         """
-        if len(self._ranks) == 1 or self._agree(own):
-            return {}
+        background = Background()
+        if meanwhile is not None:
+            background.start(meanwhile, own.device)
+        try:
+            changes, left = ({}, {}) if len(self._ranks) == 1 or self._agree(own) else self._take(own, within_s)
+        finally:
+            background.finish()
+        own.change(changes)
+        return left
+
+    def _take(self, own: Inventory, within_s: float) -> tuple[dict[int, Tensor], dict[int, Sequence[int]]]:
+        """Move chunks; return the bytes that replace this member's, by number, and what newcomers still lack."""
         held = {digest: chunk.data for digest, chunk in zip(own.digests, own.chunks, strict=True)}
         table = self._table(own, held)
         self._move(own, table, held, within_s)
@@ -217,7 +240,7 @@ class Handover:
         here = {*own.digests}  # whose memory may change
         found = {number: digest for number in lacking if (digest := table.digests[number]) in held}
         changes = {n: held[digest].clone() if digest in here else held[digest] for n, digest in found.items()}
-        left = {rank: numbers for rank in sorted(self.new) if (numbers := table.lacking(rank))}
+        left: dict[int, Sequence[int]] = {n: numbers for n in sorted(self.new) if (numbers := table.lacking(n))}
         if not left:
             own.look_again([*{*range(len(table.digests))} - {*lacking}])
             for number in lacking:
@@ -227,8 +250,7 @@ class Handover:
                     f"members hold other bytes than {self.post.names[self.source]} after taking over from it: one of "
                     f"them has announced others than it has"
                 )
-        own.change(changes)
-        return left
+        return changes, left
 
     def _agree(self, own: Inventory) -> bool:
         """Return whether all have the source's shared state, and newcomers its model."""

@@ -221,12 +221,11 @@ class RoundEntry:
         # At the start of a run all wait, so that all train from the start.
         follows = bool(order.new) and order.exchanges > 0 and not (order.final or states)
         follows = follows and replica.algorithm.can_be_followed
-        if taking and follows:
-            replica.keep()
+        keep = replica.keep if taking and follows else None
         handover = self._handover = Handover(group, order)
         try:
             own = Inventory(*replica.newcomers_parts(states, any_=bool(order.new)))
-            left = handover.run(own, pause_s / 2 if follows else math.inf)
+            left = handover.run(own, pause_s / 2 if follows else math.inf, keep)
         finally:
             self._handover = None
         self._following = Following(handover, own, left, pause_s) if left else None

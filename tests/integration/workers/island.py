@@ -27,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lsgd import shards
 from lsgd.client import Worker, muon
+from lsgd.client.iteration import chunks, following, handover
 
 DEEDS = ("kill", "die", "freeze", "nan", "spoil", "cut", "raise", "pause", "drift", "part")
 parser = argparse.ArgumentParser()
@@ -52,6 +53,7 @@ parser.add_argument(
 )
 parser.add_argument("--common", action="store_true", help="the digests are of what all workers share")
 parser.add_argument("--gradients", action="store_true", help="keep the gradients of all steps")
+parser.add_argument("--slow-link", action="store_true", help="newcomers get a chunk or two between rounds, small ones")
 options = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -80,6 +82,11 @@ whole: nn.Module = nn.parallel.DistributedDataParallel(model) if options.ddp els
 if options.unlike and process:
     with torch.no_grad():
         model[0].weight.add_(1.0)
+if options.slow_link:  # the last process is faster
+    for module in (chunks, handover, following):
+        module.CHUNK_NBYTES = 64  # type: ignore[attr-defined]
+    handover.Handover._meet = lambda self, seconds, meet=handover.Handover._meet: meet(self, seconds) and 60.0  # type: ignore[method-assign, misc]
+    following.Following._chunks_in = lambda self, seconds: 1 + process  # type: ignore[method-assign]
 if options.copied:
     shards._kept = lambda model: [object()]  # type: ignore[assignment, list-item, return-value]
 implementation = {options.adamw: True} if options.adamw else {}
