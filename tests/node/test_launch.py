@@ -243,7 +243,7 @@ class TestNode:
         assert status == 78, output
         for worker in (0, 1):
             assert f"[launch] node0/worker{worker} left before the end of the run" in output
-        assert "call worker.leave() after the loop" in output
+        assert "call worker.finish() after the loop" in output
 
     def test_workers_that_leave_with_a_word_make_the_consensus(self, start):
         script = TRAIN.replace("while not worker.stopped:", "for epoch in range(3):")
