@@ -165,6 +165,15 @@ class Worker:
         return self._steps.rounds.world_size
 
     @property
+    def part(self) -> tuple[int, int]:
+        """This worker's part of the data in this generation, counted from 0, and the number of parts.
+
+        Workers that only evaluate, are late or have finished their own loops keep theirs, so that an epoch is no longer
+        for the others.
+        """
+        return self._steps.rounds.part
+
+    @property
     def first(self) -> bool:
         """Whether this worker saves for all: ``if worker.first: save()``.
 
@@ -686,8 +695,8 @@ def _place(me: "weakref.ref[Worker]") -> tuple[int, int]:
     """
     worker = me()
     assert worker is not None, "the loader has outlived its worker"
-    island = worker._membership.island
-    return worker.rank + worker.world_size * island.rank, worker.world_size * island.size
+    island, (part, parts) = worker._membership.island, worker.part
+    return part + parts * island.rank, parts * island.size
 
 
 def _all_have_a_batch(island: Island, has: bool) -> bool:

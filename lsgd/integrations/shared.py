@@ -71,8 +71,8 @@ class Integration:
         return self._worker
 
     def _place(self) -> tuple[int, int]:
-        """Return the worker's current (rank, world size); (0, 1) before it has joined."""
-        return (0, 1) if self._worker is None else (self._worker.rank, self._worker.world_size)
+        """Return the worker's part of the data, and how many there are; (0, 1) before it has joined."""
+        return (0, 1) if self._worker is None else self._worker.part
 
     def _consume(self) -> None:
         """Count a batch that was trained on."""

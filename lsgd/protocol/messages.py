@@ -8,14 +8,14 @@ version, and the form of :class:`Refused` never changes, so two different versio
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self, get_args
 
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
 
-PROTOCOL = 7
+PROTOCOL = 8
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
@@ -458,6 +458,8 @@ class Generation:
         missed: pairs of nodes, one after the other: the first cannot dial the second. Empty when ``nodes`` is.
         nccl_nodes: nodes whose members exchange over NCCL among themselves, while ``transport`` carries tensors
             between nodes. Empty when ``nodes`` is.
+        others: node and index of each worker, one after the other, that takes no part now and keeps its part of the
+            data: it has paused, is late, or has finished its own loop. Empty when ``nodes`` is.
     """
 
     number: int
@@ -467,6 +469,7 @@ class Generation:
     transport: str
     missed: tuple[int, ...] = ()
     nccl_nodes: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.nodes) != len(self.node_sizes) or sum(self.node_sizes) != len(self.indices):
@@ -482,13 +485,18 @@ class Generation:
         transport: str,
         missed: tuple[int, ...] = (),
         nccl_nodes: tuple[int, ...] = (),
+        others: Iterable[tuple[int, int]] = (),
     ) -> Self:
-        """Return the generation of workers at ``places``: (node, index) in rank order, those of a node together."""
+        """Return the generation of workers at ``places``: (node, index) in rank order, those of a node together.
+
+        ``others`` are the places of workers that take no part.
+        """
         sizes = {node: 0 for node, _ in places}
         for node, _ in places:
             sizes[node] += 1
         indices = tuple(index for _, index in places)
-        return cls(number, tuple(sizes), tuple(sizes.values()), indices, transport, missed, nccl_nodes)
+        away = tuple(itertools.chain.from_iterable(others))
+        return cls(number, tuple(sizes), tuple(sizes.values()), indices, transport, missed, nccl_nodes, away)
 
     @property
     def carriers(self) -> str:
@@ -504,6 +512,12 @@ class Generation:
     def members(self) -> tuple[str, ...]:
         """Their names in rank order."""
         return _member_names(self)
+
+    def part_of(self, rank: int) -> tuple[int, int]:
+        """Return which part of the data is a member's, and how many parts there are: those of the others count, too."""
+        places = [*zip(self.homes, self.indices, strict=True)]
+        own, others = places[rank], [*zip(self.others[::2], self.others[1::2], strict=True)]
+        return sorted(places + others).index(own), len(places) + len(others)
 
 
 def worker_name(node: int, index: int) -> str:

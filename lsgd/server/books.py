@@ -284,7 +284,7 @@ def abridged(answer: Go | Stop, member: Member) -> Go | Stop:
     order = answer.round
     if order is None or order.generation.number != member.met:
         return answer
-    generation = replace(order.generation, nodes=(), node_sizes=(), indices=(), missed=(), nccl_nodes=())
+    generation = replace(order.generation, nodes=(), node_sizes=(), indices=(), missed=(), nccl_nodes=(), others=())
     return replace(answer, round=replace(order, generation=generation))
 
 

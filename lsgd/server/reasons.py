@@ -79,9 +79,9 @@ class Why(enum.Enum):
     )
     CAME_BACK = "this process of {worker} has already left the run, or was evicted; start it again"
     SAME_BATCHES = (
-        "{worker} and {other} draw the same batches, so one of them learns nothing new: use worker.loader(data, ...), "
-        "which gives each its part of a dataset or a stream (worker.shard(stream) does without a DataLoader), or seed "
-        "the shuffling by rank (the variable LSGD_RANK)"
+        "{worker} and {other} draw the same batches, so one of them learns nothing new: give each its part of a "
+        "DataLoader or a stream, loader = worker.shard(loader), or of a dataset, worker.loader(data, ...), or seed "
+        "what the script draws itself by rank (the variable LSGD_RANK)"
     )
     TOO_FEW = "after {waited_s:g} s only {joined}; start the others, or a run of fewer (--workers)"
     OTHER_CALL = (

@@ -407,7 +407,9 @@ class Roster:
             member.rank = rank
             self._to_queue(member).held += 1
         number = max(self.generation.number + 1 if self.generation else 1, least)
-        self.generation = Generation.of(number, [m.place for m in members], transport, missed, nccl_nodes)
+        keep = (MemberState.PAUSED, MemberState.FINISHED, MemberState.STRAGGLER)
+        others = [m.place for m in self.within(*keep)]
+        self.generation = Generation.of(number, [m.place for m in members], transport, missed, nccl_nodes, others)
         return self.generation
 
     def end_generation(self, reason: Reason) -> list[Member]:

@@ -91,9 +91,9 @@ def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) ->
     if not (plan.run.iterations or plan.run.seconds):
         where = "" if launched else f" --connect {address}"
         say(
-            f"this run has no end: its plan has neither iterations nor seconds; end it with: lsgd stop{where}, "
-            f"or give it an end: lsgd set{where} iterations=N (of all workers together). A "
-            f"script of lsgd.wrap(steps=N) ends it by itself"
+            f"the plan has no end (neither iterations nor seconds): scripts of lsgd.wrap end the run with their own "
+            f"loops; end others with: lsgd stop{where}, or give them an end: lsgd set{where} iterations=N (of all "
+            f"workers together)"
         )
 
 

@@ -27,6 +27,7 @@ The public names of lsgd. [The client library](../guides/client.md) tells how th
 
 ## The client
 
+::: lsgd.client.wrap.wrap
 ::: lsgd.client.worker.Worker
 ::: lsgd.client.control.identity.device
 ::: lsgd.client.optimizer.muon

@@ -6,6 +6,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -379,6 +380,33 @@ def test_a_loader_of_a_shard_keeps_what_it_was(script) -> None:
     assert len(script.worker.shard(torch.utils.data.DataLoader(data, batch_size=8, sampler=weighted))) == 6
     stream = script.worker.shard(torch.utils.data.DataLoader(Stream(), batch_size=5))
     assert [len(batch) for batch in stream] == [5, 5]
+
+
+def test_an_epoch_is_no_longer_for_those_who_train_while_another_evaluates(cluster) -> None:
+    cluster.start("--workers", "2", "--algorithm", "local", "--period", "8")
+    away, begun = Event(), Event()
+    data = torch.utils.data.TensorDataset(torch.randn(192, 6))
+
+    def train(index: int, identity: Identity) -> list[int]:
+        script = Script(steps=36, identity=identity)
+        loader = script.worker.shard(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True))
+        lengths = []
+        for epoch in range(3):
+            for step, (x,) in enumerate(loader):
+                if index and (epoch, step) == (0, 2):
+                    assert away.wait(30)  # and makes rounds alone from here on
+                if index and epoch:
+                    begun.set()
+                script.step(x)
+            lengths.append(step + 1)
+            script.evaluate()
+            if not (index or epoch):
+                away.set()
+                assert begun.wait(30)
+        assert script.worker.finish() and script.worker.step == 36
+        return lengths
+
+    assert in_threads(cluster, train) == [[12, 12, 12]] * 2
 
 
 class Stream(torch.utils.data.IterableDataset[int]):

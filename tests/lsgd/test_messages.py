@@ -320,3 +320,9 @@ def test_nothing_of_the_module_is_left_out_of_this_test() -> None:
         value for value in vars(messages).values() if dataclasses.is_dataclass(value) and isinstance(value, type)
     }
     assert declared == {*CLASSES, Generation, Round, Term, Place, messages.FromWorker}
+
+
+def test_the_parts_of_the_data_count_those_who_take_no_part() -> None:
+    generation = Generation.of(1, [(0, 1), (2, 0)], "tcp", others=[(1, 0), (0, 0)])
+    assert [generation.part_of(rank) for rank in range(2)] == [(1, 4), (3, 4)]
+    assert Generation.of(1, [(0, 0)], "tcp").part_of(0) == (0, 1)

@@ -725,7 +725,8 @@ def test_rounds_go_on_without_who_pauses_and_it_takes_the_model_when_it_returns(
     bench = started("00", "01", period=1, local_period=1)
     bench.pause("01")
     bench.ask("00")
-    assert bench.round("00").generation.members == ("node0/worker0",)
+    generation = bench.round("00").generation
+    assert generation.members == ("node0/worker0",) and generation.others == (0, 1)
     bench.complete_all("00")
     assert not bench.member("01").synced
     bench.ask("01", did=False)

@@ -47,6 +47,7 @@ class Rounds:
         dropped: number of the last dropped round; 0: none.
         rank: rank in the generation of the last round; before the first, the expected one.
         world_size: members of that generation.
+        part: this worker's part of the data, and how many there are; those who only pause keep theirs.
         gradients: exchange in the backward pass; None if the algorithm exchanges models.
     """
 
@@ -60,6 +61,7 @@ class Rounds:
         self.committed = self.dropped = 0
         self.rank = membership.welcome.rank
         self.world_size = membership.welcome.world_size
+        self.part = (self.rank, self.world_size)
         self.gradients: GradientExchange | None = None
         self._who, self._island, self._channel = membership.who, membership.island, membership.channel
         self._replica, self._checkpoints = replica, checkpoints
@@ -251,6 +253,7 @@ class Rounds:
         self._serve(self._replica.algorithm)
         members = order.generation.members
         self.rank, self.world_size = members.index(self._who[0]), len(members)
+        self.part = order.generation.part_of(self.rank)
         self._check_losses()
 
     def _check_losses(self) -> None:
