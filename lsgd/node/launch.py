@@ -11,6 +11,7 @@ import os
 import secrets
 import shlex
 import shutil
+import sqlite3
 import stat
 import sys
 import time
@@ -21,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from lsgd import run_folder
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, ProtocolError
 from lsgd.node import gpus, storing
 from lsgd.node.elsewhere import Elsewhere, Knock
 from lsgd.node.local_server import LocalServer
@@ -221,15 +222,21 @@ def _take_over(
     keys: ConnectorKeys | None,
     environ: Mapping[str, str],
 ) -> Sequence[Command]:
-    """Return the servers with which this node serves the run, from its copy of the journal, at the place it offered."""
+    """Return the servers with which this node serves the run, from its copy of the journal, at the place it offered.
+
+    Raises:
+        ConfigError: the journal or the keys cannot be written.
+    """
     node, folder = settings.place.node, settings.run_dir
-    state, rounds = local.copy.load()
     path = folder / f"node{node}-{JOURNAL}"
-    for old in folder.glob(f"{path.name}*"):
-        old.unlink()
-    journal = Journal(path)
-    journal.save(taken_over(state, local.next_terms()), rounds)
-    journal.close()
+    try:
+        state, rounds = local.copy.load()
+        for old in folder.glob(f"{path.name}*"):
+            old.unlink()
+        with closing(Journal(path)) as journal:
+            journal.save(taken_over(state, local.next_terms()), rounds)
+    except (OSError, sqlite3.Error, ProtocolError) as error:
+        raise ConfigError(f"the journal {path} cannot be written: {error}") from None
     arguments = ["--global", "--launched", "--continue", "--listen", offer]
     arguments += ["--journal", str(path), "--results", str(folder)]
     access = ["--insecure"] if settings.insecure else []

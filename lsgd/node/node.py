@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lsgd.errors import EvictedError, NotTrainedError, ServerLostError
+from lsgd.errors import ConfigError, EvictedError, NotTrainedError, ServerLostError
 from lsgd.node.local_server import LocalServer
 from lsgd.node.panel import Panel
 from lsgd.node.process import Child, Command, Role, Running
@@ -26,6 +26,9 @@ SAVE_PATIENCE_S = 30.0
 
 TERM_PATIENCE_S, KILL_PATIENCE_S = 5.0, 10.0
 """How long a process may take to end after SIGTERM, and the system to kill it after SIGKILL."""
+
+SERVE_AGAIN_S = 5.0
+"""After how long a node that could not take over tries again, if no other one has."""
 
 DEPOSED_S = 4.0
 """How long a server that has given up may take to tell its nodes so, and to end."""
@@ -68,7 +71,8 @@ class Node:
         start: starts the process of a command; gets its position, and whether it is a restart.
         say: shows a line.
         outlives: whether the global server may outlive the workers, because other nodes need it.
-        serve: returns the commands of the servers with which this node takes over the run.
+        serve: returns the commands of the servers with which this node takes over the run; raises ConfigError if it
+            cannot.
         clock: returns seconds that never go back.
     """
 
@@ -95,6 +99,7 @@ class Node:
         self._panel = panel
         self._outlives = outlives
         self._serve = serve
+        self._serve_from = -math.inf
         self._deposed_at = math.inf  # since when another node serves the run of this node's server
         self._serves_run = any(command.role is Role.SERVER for command in commands)
         self._children: list[Child] = []
@@ -147,7 +152,7 @@ class Node:
         while signals.received:
             self._stop(signal.Signals[signals.received.pop(0)])
         self._reap()
-        if self._local.takes_over and not self._serves_run and self._step is None:
+        if self._local.takes_over and not self._serves_run and self._step is None and self._now >= self._serve_from:
             self._take_over()
         self._notice_deposed()
         if self._local.failure and (self._step is None or self._step.clean):
@@ -163,7 +168,12 @@ class Node:
 
     def _take_over(self) -> None:
         """Start the servers with which this node serves the run, because the node that did is gone."""
-        commands = self._serve()
+        try:
+            commands = self._serve()
+        except ConfigError as error:
+            self._say(f"this node cannot serve the run: {error}; it tries again in {SERVE_AGAIN_S:g} s")
+            self._serve_from = self._now + SERVE_AGAIN_S
+            return
         self._commands = [*self._commands, *commands]
         self._serves_run = self._outlives = True
         for number, command in enumerate(commands, start=len(self._commands) - len(commands)):

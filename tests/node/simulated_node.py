@@ -5,6 +5,7 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from types import SimpleNamespace
 
+from lsgd.errors import ConfigError
 from lsgd.node.node import Node
 from lsgd.node.process import Command, Role
 from lsgd.server.daemon import TICK_S, Ending
@@ -71,6 +72,7 @@ class World:
         lives: number of processes started, by name.
         stopping: whether the run is to stop; over: whether it is over; given_up: whether workers are given up.
         takes_over: whether this node has to serve; deposed: whether another one does.
+        disk_is_full: whether it cannot serve.
         finished: whether the local server has left the run.
         rounds_at: when each worker last completed a round.
         joined: names of the workers that have joined; ended: those that have heard of the run's end.
@@ -79,7 +81,12 @@ class World:
     failure = outcome = ""
     sources = ()
     heard_at = None
-    takes_over = deposed = False
+    takes_over = deposed = disk_is_full = False
+
+    def _serve(self, commands: list[Command]) -> list[Command]:
+        if self.disk_is_full:
+            raise ConfigError("the journal cannot be written: the disk is full")
+        return commands
 
     def __init__(
         self, scripts: Mapping[str, Script], *, restarts: int = 0, outlives: bool = False, serve: Sequence[str] = ()
@@ -101,7 +108,7 @@ class World:
             lambda command, number, again: Process(self, command.name, 100 + number),
             lambda text: self.lines.append(f"[launch] {text}"),
             outlives=outlives,
-            serve=lambda: [_command(name, restarts) for name in serve],
+            serve=lambda: self._serve([_command(name, restarts) for name in serve]),
             clock=lambda: self.now,
         )
         self.node.begin()

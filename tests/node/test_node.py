@@ -7,7 +7,7 @@ import pytest
 
 from lsgd.errors import NotTrainedError
 from lsgd.node import node as module
-from lsgd.node.node import DEPOSED_S
+from lsgd.node.node import DEPOSED_S, SERVE_AGAIN_S
 from lsgd.node.process import Command, Process
 from lsgd.node.restarts import MOST_RESTARTS, RESTART_WINDOW_S, Restarts
 from lsgd.node.screen import Screen
@@ -364,6 +364,14 @@ class TestTakingOver:
         assert world.node.serves and world.passes(60.0)  # other nodes need it
         world.stopping = True
         assert world.finish() == 0
+
+    def test_it_tries_again_where_it_cannot_write_a_journal(self) -> None:
+        world = World({"worker0": worker, "server": server}, serve=("server",))
+        world.takes_over = world.disk_is_full = True
+        assert world.passes(SERVE_AGAIN_S * 2.5) and world.lives == {"worker0": 1}
+        assert world.out.count("this node cannot serve the run: the journal cannot be written") == 3
+        world.disk_is_full = False
+        assert world.passes(SERVE_AGAIN_S) and world.lives == {"worker0": 1, "server": 1}
 
     def test_a_server_that_has_given_up_ends_without_ending_the_node(self) -> None:
         scripts = {"server": after(3.0, MOVED), "relay": forever, "worker0": worker}

@@ -199,7 +199,8 @@ with Worker.join(whole, optimizer) as worker:
                 norms.append(float(norm.full_tensor() if shards.is_sharded(norm) else norm))
                 optimizer.step()
                 optimizer.zero_grad()
-                while worker.world_size == 1 and options.once and not os.path.exists(f"{options.once}.returned"):
+                done = os.path.exists(options.once)  # until then the other one only pauses
+                while worker.world_size == 1 and done and not os.path.exists(f"{options.once}.returned"):
                     time.sleep(0.02)
                 time.sleep(options.rest if worker.world_size == 1 else 0.0)
                 if struck and worker.iterations == options.at:
