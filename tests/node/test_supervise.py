@@ -309,7 +309,7 @@ def test_a_log_goes_on_when_there_is_space_again(start, tmp_path):
     (tmp_path / "limited").touch()
     until((tmp_path / "full").exists, "the log is full")
     log = tmp_path / "worker.log"
-    until(lambda: log.stat().st_size > 4000, "it is written")
+    until(lambda: log.exists() and log.stat().st_size > 4000, "it is written")
     time.sleep(0.3)  # the rest of the lines is on its way to the launcher, which nothing shows
     resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
     (tmp_path / "lifted").touch()

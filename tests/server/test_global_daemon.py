@@ -98,7 +98,7 @@ def test_a_run_without_an_end_says_what_ends_it(cluster, end) -> None:
     cluster.status()  # all that is said at the start has been said
     server.send(signal.SIGTERM)
     output = server.succeeds()
-    said = f"end it with: lsgd stop --connect {cluster.address}, or give it an end: lsgd set --connect"
+    said = f"end others with: lsgd stop --connect {cluster.address}, or give them an end: lsgd set --connect"
     assert (said in output) is not bool(end)
 
 
