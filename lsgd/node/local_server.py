@@ -413,6 +413,9 @@ class LocalServer:
         except ProtocolError as error:
             self._complain(f"invalid message from a worker: {error}")
             return
+        assert isinstance(message, Join | Leave | Request)
+        if peer != str(message.incarnation).encode():  # it came late, over a connection that was replaced
+            return
         if isinstance(message, Join) and peer not in self._workers:
             self._workers[peer] = message.worker
             self.joined.add(message.worker)

@@ -49,14 +49,14 @@ class Between:
     def __init__(self, elsewhere: Elsewhere | None = None) -> None:
         token = secrets.token_hex(4)
         above, below = f"inproc://above-{token}", f"inproc://below-{token}"
-        self.listener, workers = Listener(above), Listener(below)
+        self.listener, self.workers = Listener(above), Listener(below)
         link, self.worker = Connector(above, b"node3#5"), Connector(below, b"7")
-        self.open = [self.worker, link, workers, self.listener]
+        self.open = [self.worker, link, self.workers, self.listener]
         self.said: list[str] = []
         self.now = 1000.0
         said = self.said.append
         self.server = LocalServer(
-            3, 5, workers, link, say=said, complain=said, elsewhere=elsewhere, clock=lambda: self.now
+            3, 5, self.workers, link, say=said, complain=said, elsewhere=elsewhere, clock=lambda: self.now
         )
         self.above: list[object] = []
         self.below: list[object] = []
@@ -134,6 +134,18 @@ def test_who_waits_for_the_global_server_says_what_will_happen_or_what_to_do(pla
     assert remedy in between.said[-1]
     for each in between.open:
         each.close()
+
+
+def test_late_words_over_a_connection_that_was_replaced_make_nobody_a_worker_here(between) -> None:
+    between.until(lambda: any(isinstance(m, NodeHello) for m in between.above), "a greeting comes")
+    between.say(NodeWelcome("run"))
+    between.until(lambda: "connected to the global server" in "".join(between.said), "it is welcome")
+    with Connector(between.workers.address, b"\x00k\x8bEg") as replaced:
+        replaced.send([encode(REQUEST)])
+        between.until(lambda: any(isinstance(m, Request) for m in between.above), "the request is carried")
+    assert not any("here already" in line for line in between.said)
+    between.worker.send([encode(REQUEST)])
+    between.until(lambda: any("here already" in line for line in between.said), "the worker is noted")
 
 
 def test_workers_are_given_up_at_once_and_whenever_they_ask(between) -> None:
