@@ -122,8 +122,8 @@ def find_live(folder: Path) -> tuple[Path, str, bytes]:
         with suppress(OSError, ValueError), path.open() as file:
             status = os.fstat(file.fileno())
             if status.st_uid == os.getuid() and _flock(file.fileno(), fcntl.LOCK_SH):
-                _, _, address, key, *_ = [*file.read().split(), ""]
-                live.append((status.st_mtime_ns, path.parent, address, bytes.fromhex(key)))
+                place = _served(file.read())
+                live.append((status.st_mtime_ns, path.parent, place.address, place.key))
     if not live:
         raise ConfigError(
             f"none of the runs that you launched is running in {folder}: name its folder (--run DIR), or the "
@@ -165,22 +165,32 @@ def _lock(descriptor: int, folder: Path, node: int, address: str) -> None:
         )
     with suppress(OSError):  # a full disk
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()} {socket.gethostname()} {address}\n".encode(), 0)
+        os.pwrite(descriptor, _words(Place(-1, address)).encode(), 0)
 
 
 def moved(folder: Path, node: int, place: Place) -> None:
     """Write into the lock of a node that the run's global server is at another place now."""
-    words = f"{os.getpid()} {socket.gethostname()} {place.address} {place.key.hex()} {place.node}\n"
     with suppress(OSError):
-        (folder / f"node{node}.lock").write_text(words)
+        (folder / f"node{node}.lock").write_text(_words(place))
 
 
 def followed(folder: Path, node: int) -> Place | None:
     """Return where the global server was that the last launcher of a node followed, if the run had moved there."""
     with suppress(OSError, ValueError):
-        _, _, address, *key, served_by = (folder / f"node{node}.lock").read_text().split()
-        return Place(int(served_by), address, bytes.fromhex("".join(key)))
+        place = _served((folder / f"node{node}.lock").read_text())
+        return place if place.node >= 0 else None
     return None
+
+
+def _words(place: Place) -> str:
+    """Return the content of a lock: its process and host, and the global server's place (node -1: as launched)."""
+    return f"{os.getpid()} {socket.gethostname()} {place.address} {place.node} {place.key.hex()}\n"
+
+
+def _served(lock: str) -> Place:
+    """Return the global server's place from the content of a lock; raises ValueError if it is not one."""
+    _, _, address, node, key, *_ = [*lock.split(), ""]
+    return Place(int(node), address, bytes.fromhex(key))
 
 
 def is_unfinished(folder: Path) -> bool:

@@ -73,7 +73,10 @@ def test_a_node_that_comes_back_looks_where_the_run_was_and_takes_the_run_that_i
         assert find_live(tmp_path)[1:] == (HOME.address, b"")
         moved(tmp_path, 2, SECOND)
         assert find_live(tmp_path)[1:] == (SECOND.address, SECOND.key)
-    where = followed(tmp_path, 2)
+        where = followed(tmp_path, 2)
+        keyless = Place(1, SECOND.address)
+        moved(tmp_path, 2, keyless)
+        assert (followed(tmp_path, 2), find_live(tmp_path)[1:]) == (keyless, (SECOND.address, b""))
     assert where == SECOND
     elsewhere = Elsewhere(2, Dialled, lambda address, now: None, THIRD, [HOME, where])
     assert look(elsewhere, 0.0) == []
