@@ -338,15 +338,16 @@ class Rounds:
     def drop(self, reason: str, broken: tuple[int, ...] = ()) -> None:
         """Drop the round in progress and its group: the servers order another one.
 
+        They hear the reason before the group is cut, and so before the others say that this worker has left it.
         ``broken`` are pairs of ranks that cannot reach each other, as a flat list.
         """
         assert self.active is not None
         self.active.to(State.DROPPED)
-        self.entry.leave(cut=True)
         self.arm(begun=False)
         self.dropped = self.active.order.id
         self._channel.send(Done(*self._who, self.active.order.id, False, reason, broken, missed=self.entry.missed))
         self.entry.missed = None
+        self.entry.leave(cut=True)
 
     def _complete(self) -> None:
         """Complete a round whose exchange is committed: save the checkpoint, and tell the servers."""
