@@ -19,9 +19,17 @@ from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model, save_to_store
 from lsgd.client.control.closing import CodedError, exit_at_once, exit_for, leave_on_errors, on_error
-from lsgd.client.control.identity import Identity, identify
+from lsgd.client.control.identity import Identity
 from lsgd.client.control.island import Island, island_of
-from lsgd.client.control.joining import LEAVE_WITHIN_S, Membership, join_run, log_to_stderr, torch_optimizers, unwrapped
+from lsgd.client.control.joining import (
+    LEAVE_WITHIN_S,
+    Membership,
+    find_server,
+    join_run,
+    log_to_stderr,
+    torch_optimizers,
+    unwrapped,
+)
 from lsgd.client.control.replicas import bare, ddp_of
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.reports import Timings, numbers_of
@@ -131,12 +139,14 @@ class Worker:
         log_to_stderr(logging.INFO if island.is_head else logging.WARNING)
         with on_error(island.close):
             optimizers = torch_optimizers(model, optimizer)
-            identity = identity or island.share("joins", identify)
-            if checkpoint_dir is None and identity.run_dir is not None:
-                checkpoint_dir = identity.run_dir / CHECKPOINTS
-            checkpoints = Checkpoints(model, optimizers, extra or {}, checkpoint_dir, identity.resume, island)
-            checkpoints.restarted = identity.restarted
-            membership = join_run(model, identity, timeout_s, checkpoints.load, island, step)
+            found = find_server(island, identity)
+            with on_error(found.close):
+                identity = found.identity
+                if checkpoint_dir is None and identity.run_dir is not None:
+                    checkpoint_dir = identity.run_dir / CHECKPOINTS
+                checkpoints = Checkpoints(model, optimizers, extra or {}, checkpoint_dir, identity.resume, island)
+                checkpoints.restarted = identity.restarted
+                membership = join_run(model, found, timeout_s, checkpoints.load, island, step)
             checkpoints.start(membership.welcome.run)
             flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
             replica = Replica(membership, flat, model, optimizers, checkpoints, ddp)

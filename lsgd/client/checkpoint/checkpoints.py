@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -71,6 +71,14 @@ class Snapshot:
     packed: Packed
 
 
+class Own(NamedTuple):
+    """What a replica has of its own, packed; or why it cannot be saved."""
+
+    data: bytes = b""
+    about: str = ""
+    error: str = ""
+
+
 class Checkpoints:
     """The checkpoints of one worker, one file each (run_folder.py says where).
 
@@ -106,7 +114,7 @@ class Checkpoints:
         self.algorithm: tuple[AlgorithmSettings, dict[str, Any]] | None = None
         self.restarted = False
         self.folder = folder
-        self.finite = FiniteCheck(model, island)
+        self.finite = FiniteCheck(model)
         self._model, self.layout = model, Layout(model)
         self._optimizers = optimizers
         self._extra = dict(extra)
@@ -140,7 +148,7 @@ class Checkpoints:
         self._about = {"worker": name, "model": digest, "model_summary": summary, WHOLE: whole}
         if folder is None:
             return Origin()
-        found = island.share("looks for checkpoints", lambda: _found(folder, worker, parts))
+        found = _found(folder, worker, parts)  # the same in all processes: nobody writes for this worker now
         for origin, size in found:
             names = [name] if size == parts else [process_name(worker, rank, size) for rank in range(size)]
             paths = [checkpoint_path(folder, origin.run, origin.iterations, each) for each in names]
@@ -149,7 +157,8 @@ class Checkpoints:
                 state = read(path, digest, summary) if size == parts else self._resharded(paths)
             except DamagedError as error:
                 damage = error
-            if not all(island.gather("looks for checkpoints", damage is None)):
+            undamaged = (origin, size, True)
+            if any(each != undamaged for each in island.gather("looks for checkpoints", (origin, size, not damage))):
                 damage = damage or DamagedError(f"the checkpoint {path} is damaged in another process of its worker")
                 if origin is found[-1][0] and not self.restarted:
                     raise damage
@@ -252,7 +261,8 @@ class Checkpoints:
 
     def non_finite_error(self) -> NonFiniteError | None:
         """Return the error if the model is not finite at the end of the run, or of the script, else None."""
-        if not (values := in_words(self.finite.broken())):
+        broken, _ = self._look()
+        if not (values := in_words(broken)):
             return None
         last = self.last()
         return NonFiniteError(
@@ -263,7 +273,7 @@ class Checkpoints:
 
     def take(self, count: int, algorithm: Algorithm, losses: Sequence[float], done: int) -> Snapshot | None:
         """Copy the current state, for :meth:`save`; None if the model is not finite, or there is no folder."""
-        if self.folder is None or not self._check_finite(count):
+        if self.folder is None:
             return None
         loaders = [loader for reference in self._loaders if (loader := reference()) is not None]
         own = {
@@ -272,6 +282,9 @@ class Checkpoints:
             "losses": list(losses),
             "extra": self._saved_extra | {name: thing.state_dict() for name, thing in self._extra.items()},
         }
+        broken, others = self._look(own)
+        if not self._check_finite(count, broken):
+            return None
         state = {
             **own,
             "model": dict(self._tensors()),
@@ -282,8 +295,12 @@ class Checkpoints:
             "layout": layout_of(self.layout),
         }
         try:
+            if errors := [each.error for each in others if each.error]:
+                raise TypeError(errors[0])
             if self._island.replicas:
-                state["others"] = self._of_others(own)
+                state["others"] = (
+                    [unpack(from_bytes(each.data, each.about)) for each in others[1:]] if self.writes else []
+                )
             return Snapshot(count, pack(state)) if self.writes else None
         except TypeError as error:
             logger.warning(
@@ -295,21 +312,6 @@ class Checkpoints:
     def writes(self) -> bool:
         """Whether this process writes a file: of replicas only the head does."""
         return self._island.rank == self._island.shard
-
-    def _of_others(self, own: dict[str, Any]) -> list[Any]:
-        """Return on the head what the other replicas have of their own; raise TypeError on all if one cannot be saved.
-
-        A replica's head holds all else.
-        """
-        mine, error = (b"", ""), ""
-        try:
-            mine = to_bytes(pack(own)) if not self._island.is_head else mine
-        except TypeError as failed:
-            error = str(failed)
-        gathered = self._island.gather("takes a checkpoint", (mine, error))
-        if errors := [each for _, each in gathered if each]:
-            raise TypeError(errors[0])
-        return [unpack(from_bytes(*sent)) for sent, _ in gathered[1:]] if self._island.is_head else []
 
     def save(self, snapshot: Snapshot | None) -> Path | None:
         """Write a snapshot, if there is one; a failure only logs a warning."""
@@ -329,9 +331,26 @@ class Checkpoints:
         logger.info("checkpoint of %d iterations: %s", count, path)
         return path
 
-    def _check_finite(self, count: int) -> bool:
+    def _look(self, own: dict[str, Any] | None = None) -> tuple[dict[str, int], list[Own]]:
+        """Return the number of non-finite values by tensor over all processes, and what each has of its ``own``."""
+        said = self._island.gather("looks at its model", (self.finite.broken(), self._packed(own)))
+        broken = Counter[str]()
+        for each, _ in said:
+            broken = broken | Counter(each) if self._island.replicas else broken + Counter(each)
+        return broken, [each for _, each in said]
+
+    def _packed(self, own: dict[str, Any] | None) -> Own:
+        """Return a replica's own state; the head, and a process that has a file of its own, need not send theirs."""
+        if own is None or self.writes:
+            return Own()
+        try:
+            return Own(*to_bytes(pack(own)))
+        except TypeError as error:
+            return Own(error=str(error))
+
+    def _check_finite(self, count: int, broken: Mapping[str, int]) -> bool:
         """Return whether the model is finite; warn the first time it is not."""
-        words = in_words(self.finite.broken())
+        words = in_words(broken)
         if words and self._is_finite:
             last = self.last()
             logger.warning(
@@ -407,9 +426,8 @@ class FiniteCheck:
     is not (a mask with minus infinity, for example) is meant to be non-finite.
     """
 
-    def __init__(self, model: nn.Module, island: Island) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._island = island
         self._left_out = {name for name, b in named_floating_buffers(model) if not all_finite([_comparable(b)])}
 
     def buffers(self) -> list[Tensor]:
@@ -418,13 +436,7 @@ class FiniteCheck:
 
     @torch.no_grad()
     def broken(self) -> dict[str, int]:
-        """Return the number of non-finite values by tensor, over all processes that have some."""
-        found = Counter[str]()
-        for each in self._island.gather("looks at its model", self._broken()):
-            found = found | Counter(each) if self._island.replicas else found + Counter(each)
-        return found
-
-    def _broken(self) -> dict[str, int]:
+        """Return the number of non-finite values by tensor, in this process's part of those that have some."""
         parameters = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         named: list[tuple[str, Tensor]] = [(name, local(p)) for name, p in parameters]
         named += [(name, b) for name, b in named_floating_buffers(self._model) if name not in self._left_out]

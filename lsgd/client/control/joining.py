@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lsgd.client.control.channel import Channel
-from lsgd.client.control.identity import Identity, Interface, gpu_name, interface_towards, versions
+from lsgd.client.control.identity import Identity, Interface, gpu_name, identify, interface_towards, versions
 from lsgd.client.control.island import FollowerChannel, Island
 from lsgd.client.control.solo import Solo, is_alone, launch_line
 from lsgd.errors import ConfigError, ExchangeError, JoinError, RunOverError, ServerLostError
@@ -79,27 +79,62 @@ class Membership:
             self.servers.close()
 
 
+@dataclass(frozen=True)
+class Found:
+    """The local server that a worker has found, and its connection to it; ``servers`` as in :class:`Membership`."""
+
+    identity: Identity
+    node: int
+    global_address: str
+    channel: Channel
+    servers: Solo | None = None
+
+    def close(self) -> None:
+        """End the connection, and this process's own servers."""
+        self.channel.close()
+        if self.servers is not None:
+            self.servers.close()
+
+
+def find_server(island: Island, identity: Identity | None) -> Found:
+    """Find this machine's local server, or start servers of this process; None: identify this worker first.
+
+    All processes of an island call this. The head connects, the others go through it. Raises as ``Worker.join``.
+    """
+    with contextlib.ExitStack() as opened:
+        servers, channel = None, None
+
+        def find() -> tuple[Identity, WorkerHelloReply]:
+            nonlocal servers, channel
+            found = identity or identify()
+            servers, channel = _connect(found, opened)
+            island.connect(channel)
+            return found, _hello(channel, found)
+
+        found, here = island.share("joins", find)
+        opened.pop_all()
+    channel = channel or FollowerChannel(found.local_address, found.incarnation, island)
+    return Found(found, here.node, here.address, channel, servers)
+
+
 def join_run(
     model: nn.Module,
-    identity: Identity,
+    found: Found,
     timeout_s: float,
     load: Callable[[str, str, str], Origin],
     island: Island,
     step: int = 0,
 ) -> Membership:
-    """Join the run of this machine's local server, or run alone; raises as ``Worker.join``.
+    """Join the run of a local server; raises as ``Worker.join``.
 
     All processes of an island call this. ``load`` restores the checkpoint of the worker with this name, whose model has
     this digest and summary, and returns where it is from. ``step``: place in the script's own loop.
     """
+    identity, channel = found.identity, found.channel
+    interface = _interface(found.global_address)
+    join = replace(_introduction(model, identity, found.node, interface.address, load), step=step)
     try:
-        with contextlib.ExitStack() as opened:
-            servers, channel = _connect(identity, island, opened)
-            here = island.share("joins", lambda: _find_server(channel, identity))
-            interface = _interface(here.address)
-            join = replace(_introduction(model, identity, here.node, interface.address, load), step=step)
-            welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island.shards))
-            opened.pop_all()
+        welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island.shards))
     except RunOverError as error:
         logger.warning("worker %d joins too late and has nothing to do: %s", identity.index, error)
         raise
@@ -113,13 +148,11 @@ def join_run(
         "%s joins run %s as rank %d of %d on %s%s",
         *(join.worker, welcome.run, welcome.rank, welcome.world_size, device, "" if alone else travel),
     )
-    return Membership(identity, device, channel, join, welcome, plan, island, servers)
+    return Membership(identity, device, channel, join, welcome, plan, island, found.servers)
 
 
-def _connect(identity: Identity, island: Island, opened: contextlib.ExitStack) -> tuple[Solo | None, Channel]:
-    """Return this process's own servers, if it runs alone, and its channel; an island's others go through the head."""
-    if not island.is_head:
-        return None, FollowerChannel(identity.local_address, identity.incarnation, island)
+def _connect(identity: Identity, opened: contextlib.ExitStack) -> tuple[Solo | None, Channel]:
+    """Return this process's own servers, if it runs alone, and its channel."""
     servers, address = None, identity.local_address
     if identity.from_variables and is_alone(os.environ):
         servers = Solo(os.environ)
@@ -127,7 +160,6 @@ def _connect(identity: Identity, island: Island, opened: contextlib.ExitStack) -
         address = servers.address
     channel = Channel(address, identity.incarnation, FIND_WITHIN_S)
     opened.callback(channel.close)
-    island.connect(channel)
     return servers, channel
 
 
@@ -212,7 +244,7 @@ def log_to_stderr(level: int = logging.INFO) -> None:
     logger.setLevel(level)
 
 
-def _find_server(channel: Channel, identity: Identity) -> WorkerHelloReply:
+def _hello(channel: Channel, identity: Identity) -> WorkerHelloReply:
     where = WorkerHello(PROTOCOL, identity.incarnation, os.getpid(), pid_namespace())
     try:
         here: WorkerHelloReply = channel.ask(
