@@ -30,7 +30,7 @@ class Bench:
         self.other = other
         self.grants = GrantClient(membership, election, Stopwatch())
 
-    def decide(self, what: str, report: Any, decision: Any) -> Any:
+    def decide(self, what: str, report: Any, decision: Any, *, reports: bool) -> Any:
         return decision(lambda: [report(), Report(None, 0, None, self.other)])
 
     def ask(self, request: Request, *_: Any, **__: Any) -> Any:

@@ -5,6 +5,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +16,11 @@ from lsgd.algorithms.base import Commit
 from lsgd.algorithms.local import LocalSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.island import ElsewhereError, FollowerChannel, Island
+from lsgd.client.groups.base import Members
+from lsgd.client.groups.mirror import HeadGroup, Mirror
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
+from lsgd.collectives.group import Transfer
 from lsgd.errors import ConfigError, ExchangeError, LsgdError
 from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan
@@ -26,11 +31,11 @@ from .bench import Switchboard, generation, together
 
 
 @contextmanager
-def island(size: int) -> Iterator[list[Island]]:
+def island(size: int, *, replicas: bool = False) -> Iterator[list[Island]]:
     """Make the processes of an island, which leave it at the end."""
     pipes = [Pipe() for _ in range(size - 1)]
-    head = Island(0, size, [(rank, ours) for rank, (ours, _) in enumerate(pipes, 1)])
-    made = [head, *(Island(rank, size, [(0, theirs)]) for rank, (_, theirs) in enumerate(pipes, 1))]
+    links = [[(rank, ours) for rank, (ours, _) in enumerate(pipes, 1)], *([(0, theirs)] for _, theirs in pipes)]
+    made = [Island(rank, size, each, replicas=replicas) for rank, each in enumerate(links)]
     try:
         yield made
     finally:
@@ -53,6 +58,25 @@ def test_all_get_what_the_head_decides_from_all_reports(size) -> None:
             "no"
         ] * size
         assert together(lambda rank: processes[rank].share("asks", lambda: 7), ranks) == [7] * size
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_reports_may_wait_until_the_head_asks(asks) -> None:
+    made: list[int] = []
+
+    def report(rank: int) -> int:
+        made.append(rank)
+        return rank
+
+    def decide(rank: int) -> int:
+        return processes[rank].decide(
+            "adds", partial(report, rank), lambda all: sum(all()) if asks else 7, reports=False
+        )
+
+    with island(3) as processes:
+        assert together(decide, range(3)) == [3 if asks else 7] * 3
+        assert sorted(made) == ([0, 1, 2] if asks else [])
+        assert together(lambda rank: processes[rank].gather("lists", rank), range(3)) == [[0, 1, 2]] * 3
 
 
 def test_a_failure_in_one_process_fails_the_vote_of_all_once() -> None:
@@ -103,6 +127,21 @@ def test_nobody_waits_for_tensors_that_do_not_come() -> None:
             other.handed.take((2, "world", 1), x)
 
 
+def test_what_the_head_gives_may_come_in_the_middle_of_an_exchange() -> None:
+    members = Members.apart(("node0/worker0", "node1/worker0"), 0)
+    carrier: Any = SimpleNamespace(
+        device=torch.device("cpu"), transport="tcp", all_reduce=lambda x: Transfer(lambda: None)
+    )
+    model, total = torch.zeros(3), torch.zeros(3)
+    with island(2, replicas=True) as (head, other):
+        group, mirror = HeadGroup(head, 1, members, carrier), Mirror(other, 1, members, torch.device("cpu"))
+        group.take_heads([torch.ones(3)])
+        group.all_reduce(torch.full((3,), 2.0)).wait()
+        mirror.all_reduce(total).wait()
+        mirror.take_heads([model])
+        assert model.tolist() == [1.0] * 3 and total.tolist() == [2.0] * 3
+
+
 class Member:
     """A process of a worker with its part of the model, in an island with another one."""
 
@@ -123,18 +162,19 @@ class Member:
 
 
 @contextmanager
-def islands(tmp_path, settings) -> Iterator[list[list[Member]]]:
-    """Make two islands of two processes each, with weights of 1, 2, 3 and 4."""
+def islands(tmp_path, settings, *, replicas: bool = False) -> Iterator[list[list[Member]]]:
+    """Make two islands of two processes each, with weights of 1, 2, 3 and 4, or replicas of 1 and 3."""
     plan = Plan(RunSettings(exchange_timeout_s=20.0), (Phase(settings),))
     with Switchboard(tmp_path) as switchboard, ExitStack() as stack:
         made = []
         for worker in range(2):
-            processes = stack.enter_context(island(2))
+            processes = stack.enter_context(island(2, replicas=replicas))
             head = replace(switchboard.member(f"node0/worker{worker}", plan), island=processes[0])
             processes[0].connect(head.channel)
             channel = FollowerChannel(head.channel.address, head.join.incarnation, processes[1])
             other = replace(head, island=processes[1], channel=channel)
-            made.append([Member(each, settings, stack, 2 * worker + 1.0 + r) for r, each in enumerate((head, other))])
+            values = (2 * worker + 1.0, 2 * worker + (1.0 if replicas else 2.0))
+            made.append([Member(each, settings, stack, v) for each, v in zip((head, other), values, strict=True)])
         yield made
 
 
@@ -202,3 +242,19 @@ def test_a_delayed_transfer_lands_in_all_processes_or_in_none(tmp_path, monkeypa
         step(2)
         assert [member.state for member in members[0]] == before
         assert [member.state for member in members[1]] != before
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_replicas_that_differ_get_the_model_of_the_head(tmp_path, reported, caplog) -> None:
+    with islands(tmp_path, LOCAL, replicas=True) as members:
+        for worker in members:
+            with torch.no_grad():
+                worker[1].model[0].weight[0, 0] *= 1.0 + 1e-6
+            looks = [member.replica.look(compares=True) for member in worker]
+            for member in worker:
+                member.rounds._looks = looks if reported else []
+        assert run(members, order(1)) == [None] * 4
+        assert len({tuple(member.state) for worker in members for member in worker}) == 1
+        # They compare, if they have not reported, say how far they are apart, look at the model, and commit.
+        assert [member.rounds._island._calls for worker in members for member in worker] == [4 - reported] * 4
+    assert "different models, by" in caplog.text

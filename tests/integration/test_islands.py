@@ -110,7 +110,7 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
 
 @pytest.mark.parametrize(
     "how",
-    [("--dim", "1"), ("--copied", "--accumulate", "2", "--bf16"), ("--muon",)],
+    [("--dim", "1", "--mean"), ("--copied", "--accumulate", "2", "--bf16"), ("--muon",)],
     ids=["windows", "copied", "muon"],
 )
 def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
@@ -121,8 +121,8 @@ def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
     assert one["state"] == other["state"] and one["leader"] == other["leader"]
     assert one["shapes"]["0.weight"] == [7, 8] and one["shapes"]["6.bias"] == [1]
     assert one["iterations"] + other["iterations"] == 120
-    for worker, result in enumerate((one, other)):  # the join and the consensus are about ten more
-        assert islands.calls(worker) <= 2 * result["iterations"] + 10
+    for worker, result in enumerate((one, other)):  # the join, the first round and the last, and a pause are more
+        assert islands.calls(worker) <= result["iterations"] + len(whole_rounds(islands.folder, worker)) + 12
     rounds = equal_after_each_round(islands.folder)
     assert rounds > 10
     for process in (0, 1):  # its part once a round, and at the beginning and the end the model, one way or the other

@@ -114,34 +114,56 @@ class Island:
         """In how many parts the processes have the model."""
         return 1 if self.replicas else self.size
 
-    def decide(self, what: str, report: Callable[[], R], decision: Callable[[Callable[[], list[R]]], T]) -> T:
+    def decide(
+        self,
+        what: str,
+        report: Callable[[], R],
+        decision: Callable[[Callable[[], list[R]]], T],
+        *,
+        reports: bool = True,
+    ) -> T:
         """Return on all processes what ``decision`` returns on the head; raise on all what it raises there.
 
         Args:
             what: words for what this process does; all do the same.
-            report: returns this process's report; without others it is called only if the decision asks for it.
-            decision: function of a function that returns the reports of all processes, by rank.
+            report: returns this process's report.
+            decision: function of a function that returns the reports of all processes, by rank. It asks once at most.
+            reports: whether all report at once; otherwise only if the decision asks, which takes another message to
+                the others and one back.
         """
         if self.size == 1:
             return decision(lambda: [report()])
         self._calls += 1
-        tag, own = (self._calls, what), report()
+        tag, own = (self._calls, what), report() if reports else None
         if not self.is_head:
-            self._tell(tag, (own, self.passed()))
-            good, value = self._peers[0].receive(tag, math.inf)
-            if not good:
-                raise value
-            return value  # type: ignore[no-any-return]
+            return self._follow(tag, report, own)  # type: ignore[no-any-return]
         try:
             others = [peer.receive(tag, self._patience_s) for peer in self._peers]
             self._others = [passed for _, passed in others]
-            decided = decision(lambda: [own, *(report for report, _ in others)])
+
+            def ask() -> list[R]:
+                if reports:
+                    return [own, *(report for report, _ in others)]
+                self._tell(tag, None)
+                return [report(), *(peer.receive(tag, self._patience_s) for peer in self._peers)]
+
+            decided = decision(ask)
         except Exception as error:
             with suppress(IslandError):
                 self._tell(tag, (False, _portable(error)))
             raise
         self._tell(tag, (True, decided))
         return decided
+
+    def _follow(self, tag: tuple[int, str], report: Callable[[], R], own: R | None) -> Any:
+        """Return what the head decides, and report to it if it asks."""
+        self._tell(tag, (own, self.passed()))
+        while (answer := self._peers[0].receive(tag, math.inf)) is None:
+            self._tell(tag, report())
+        good, value = answer
+        if not good:
+            raise value
+        return value
 
     def share(self, what: str, call: Callable[[], T]) -> T:
         """Return on all processes what ``call`` returns on the head; raise on all what it raises there."""
@@ -211,14 +233,6 @@ class Island:
         for peer in self._peers:
             with suppress(IslandError):
                 peer.send("over", generation)
-
-    def spread(self, what: str, tensors: Sequence[Tensor]) -> None:
-        """Replace the tensors of all processes by the head's."""
-        key = (0, what, self._calls)
-        if self.is_head:
-            self.hand(key, tensors)
-        else:
-            self.handed.take(key, tensors)
 
     def pass_up(self, frame: bytes) -> None:
         """Give the head a message for the servers."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lsgd.collectives.group import Group
 from lsgd.errors import ExchangeError
@@ -109,6 +110,9 @@ class WorkerGroup(Group):
             self.cut()
             waited_s, why = time.monotonic() - started_at, str(error).partition("\n")[0]
             raise ExchangeError(f"{what}: waited {waited_s:.1f} s, then gave up: {why}") from error
+
+    def take_heads(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by those of the head, in all processes of an island of replicas; others have no more."""
 
     def progress(self) -> str:
         """Return how far a transfer is that takes long; an empty text: none does, or nobody knows."""

@@ -5,17 +5,25 @@ the group, they compute the same results, and what the algorithm keeps is equal,
 has come over the network, perhaps in few bits, and what the head itself has contributed.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from lsgd.client.control.island import Island
+from lsgd.client.control.island import Island, Key
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Members, WorkerGroup
 from lsgd.collectives.group import Transfer
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation
+
+T = TypeVar("T")
+
+HEADS = "the head's tensors"
+"""Name of the operations without the group: they may come in the middle of its own, which a thread makes."""
 
 
 def mirrored(generation: Generation, membership: Membership, form: Callable[[], WorkerGroup]) -> WorkerGroup:
@@ -38,6 +46,11 @@ def mirrored(generation: Generation, membership: Membership, form: Callable[[], 
         raise
 
 
+def _next_key(generation: int, name: str, numbers: Counter[str]) -> Key:
+    numbers[name] += 1
+    return generation, name, numbers[name]
+
+
 class HeadGroup(WorkerGroup):
     """A group whose operations hand the island's other processes what they have received.
 
@@ -49,7 +62,7 @@ class HeadGroup(WorkerGroup):
         super().__init__(members, 0.0)
         self.device, self.transport = group.device, group.transport
         self._island, self._generation, self._group = island, generation, group
-        self._number = 0  # of the last operation
+        self._numbers = Counter[str]()  # of the last operations, by name
 
     def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> WorkerGroup:
         if kind not in self._subgroups:
@@ -79,25 +92,27 @@ class HeadGroup(WorkerGroup):
         arriving = [receives[rank] for rank in sorted(receives)]
         return self._begin(arriving, lambda: self._group._begin_exchange(sends, receives))
 
-    def _begin(self, arriving: Sequence[Tensor], begin: Callable[[], Transfer]) -> Transfer:
-        """Begin an operation, at whose end these tensors are the group's."""
-        self._number += 1
-        key = (self._generation, self._members.name, self._number)
+    def take_heads(self, tensors: Sequence[Tensor]) -> None:
+        """Give the others of the island these tensors."""
+        self._begin(tensors, lambda: Transfer(lambda: None), HEADS).wait()
 
-        def ended(operation: Callable[[], Transfer | None]) -> Transfer | None:
+    def _begin(self, arriving: Sequence[Tensor], begin: Callable[[], Transfer], name: str = "") -> Transfer:
+        """Begin an operation, at whose end these tensors are the group's."""
+        hand = partial(self._island.hand, _next_key(self._generation, name or self._members.name, self._numbers))
+
+        def ended(operation: Callable[[], T]) -> T:
             try:
                 return operation()
             except ExchangeError:
-                self._island.hand(key, None)
+                hand(None)
                 raise
 
         transfer = ended(begin)
-        assert transfer is not None
 
         def wait() -> None:
             ended(transfer.wait)
             if arriving:
-                self._island.hand(key, arriving)
+                hand(arriving)
 
         return Transfer(wait)
 
@@ -125,7 +140,7 @@ class Mirror(WorkerGroup):
         super().__init__(members, 0.0)
         self.device = device
         self._island, self._generation = island, generation
-        self._number = 0  # of the last operation
+        self._numbers = Counter[str]()  # of the last operations, by name
 
     def _group_of(self, members: Members) -> "Mirror":
         return Mirror(self._island, self._generation, members, self.device)
@@ -145,9 +160,12 @@ class Mirror(WorkerGroup):
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
         return self._begin([receives[rank] for rank in sorted(receives)])
 
-    def _begin(self, arriving: Sequence[Tensor]) -> Transfer:
-        self._number += 1
-        key = (self._generation, self._members.name, self._number)
+    def take_heads(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by those of the head."""
+        self._begin(tensors, HEADS).wait()
+
+    def _begin(self, arriving: Sequence[Tensor], name: str = "") -> Transfer:
+        key = _next_key(self._generation, name or self._members.name, self._numbers)
         return Transfer(lambda: self._island.handed.take(key, arriving) if arriving else None)
 
     def cut(self) -> None:

@@ -3,12 +3,13 @@
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lsgd.client.control.channel import Expected
 from lsgd.client.control.joining import Membership
+from lsgd.client.iteration.replica import Look
 from lsgd.client.iteration.reports import ElectionInput, Stopwatch
 from lsgd.errors import ExchangeError, JoinError, LsgdError, ServerLostError
 from lsgd.plan.run import RunSettings
@@ -142,13 +143,13 @@ class Report(NamedTuple):
     """What a process tells the head of its island.
 
     Args:
-        finite: whether its part of the model is finite; None: the round need not know.
+        look: what it finds in its part of the model; None: it has not looked.
         numbers: for the mean over the workers.
     """
 
     loss: float | None
     done: int
-    finite: bool | None
+    look: Look | None
     numbers: dict[str, float]
 
 
@@ -160,7 +161,7 @@ class NextStep:
         answer: the servers'; None: an iteration that was granted ahead, or one without the servers.
         reported: progress in an answer since the decision before, and this worker's iterations as of its request.
         middle: progress in the middle of the next iteration, for learning rates.
-        finite: whether the model is finite in all processes; None: nobody has looked.
+        looks: what the processes have found in the model, by rank; empty: nobody has looked.
         warning: words for the log of each process.
         met: answer to a call that all workers make together, which then is the only answer.
     """
@@ -168,7 +169,7 @@ class NextStep:
     answer: Go | Stop | None
     reported: tuple[float, int] | None
     middle: float
-    finite: bool | None = None
+    looks: Sequence[Look] = ()
     warning: str = ""
     met: Met | None = None
 
@@ -210,7 +211,7 @@ class GrantClient:
         self._alone = 0  # iterations since the servers fell silent
 
     def next(
-        self, rounds: tuple[int, int], *, lockstep: bool, look: Callable[[], bool] | None, again: bool
+        self, rounds: tuple[int, int], *, lockstep: bool, look: Callable[[], Look] | None, again: bool
     ) -> NextStep:
         """Decide what comes next.
 
@@ -219,7 +220,8 @@ class GrantClient:
         Args:
             rounds: last rounds that this worker has committed and dropped.
             lockstep: whether each iteration is a round, so that none can be made without the servers.
-            look: returns whether this process's part of the model is finite; None: a round does not need to know yet.
+            look: looks at this process's part of the model, if the servers are asked: a round may come. None: nobody
+                need look.
             again: whether to repeat the last request in any case, in the middle of its iteration.
         """
 
@@ -240,10 +242,11 @@ class GrantClient:
                 return NextStep(None, reported, self._middle(reported), met=answer)
             if answer is not None:
                 reported = (1.0 if isinstance(answer, Stop) else answer.progress), self._reported
-            finite = all(each.finite for each in reported_by_all) if look else None
-            return NextStep(answer, reported, self._middle(reported), finite, warning)
+            looks = [each.look for each in reported_by_all if each.look is not None]
+            return NextStep(answer, reported, self._middle(reported), looks, warning)
 
-        decision = self._island.decide("begins a step", report, decide)
+        asks = again or lockstep or self._last  # nothing is granted ahead
+        decision = self._island.decide("begins a step", report, decide, reports=asks)
         if decision.reported is not None and not self._island.is_head:
             self.progress.answered(*decision.reported)
         if decision.warning:

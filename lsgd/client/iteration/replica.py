@@ -4,7 +4,8 @@ import io
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,18 @@ LEFT_OUT = "this worker's model is non-finite: the average leaves it out"
 
 MOST_APART = 1e-3
 """How far apart the replicas of an island may be before a round, as a share of their length."""
+
+
+class Look(NamedTuple):
+    """What a process of an island finds in its part of the model before a round.
+
+    Attributes:
+        finite: whether the parameters are finite; None: the round need not know.
+        prints: the tensors' fingerprints, to compare replicas; empty: the round does not compare them.
+    """
+
+    finite: bool | None
+    prints: Sequence[int] = ()
 
 
 class Replica:
@@ -137,27 +150,56 @@ class Replica:
             put(tensors, own)
         return state
 
-    def align(self, island: Island) -> None:
+    # -- in an island ------------------------------------------------------------------------------------------
+
+    def look(self, *, compares: bool) -> Look:
+        """Return what this process finds in its part of the model before a round; ``compares``: also fingerprints."""
+        finite = None
+        if not isinstance(self.algorithm, GradientAlgorithm):
+            finite = all_finite([local(slot.parameter).detach() for slot in self.flat.slots])
+        return Look(finite, self._fingerprints() if compares else ())
+
+    def _fingerprints(self) -> list[int]:
+        with self.flat.current():
+            return fingerprints(self._mirrored())
+
+    def _mirrored(self) -> list[Tensor]:
+        """Return what is equal in all replicas: the flat parameters, then the buffers."""
+        return [*self.flat.buffers, *self.model.buffers()]
+
+    def align(
+        self, island: Island, group: WorkerGroup, looks: Sequence[Look], add: Callable[[Sequence[float]], list[float]]
+    ) -> None:
         """Give all processes of an island of replicas the head's model where they differ.
 
         Buffers do, because each process has its own statistics of batches. Parameters only do if a kernel is not
         deterministic, or if DDP does not average the gradients. Then they get its optimizers' states, too.
 
+        Args:
+            island: the processes.
+            group: the round's.
+            looks: of all processes, with fingerprints; empty: they compare theirs with the head's now.
+            add: returns the sums over the processes of the numbers that each has.
+
         Raises:
+            ExchangeError: the head has failed, or another process.
             LsgdError: the processes have trained apart.
         """
-        parameters = self.flat.buffers
-        tensors = [*parameters, *self.model.buffers()]
-        prints = island.gather("compares its model", fingerprints(tensors))
-        differ = [index for index, each in enumerate(zip(*prints, strict=True)) if len({*each}) > 1]
-        if not differ:
-            return
+        tensors, parameters = self._mirrored(), len(self.flat.buffers)
+        if looks:
+            differs = [float(len({*each}) > 1) for each in zip(*(look.prints for look in looks), strict=True)]
+        else:
+            own = torch.tensor(fingerprints(tensors), dtype=torch.int64)
+            group.take_heads([heads := own.clone()])
+            differs = add((own != heads).tolist())
+        differ = [index for index, number in enumerate(differs) if number]
         before = clones([tensors[index] for index in differ])
-        island.spread("takes the head's model", [tensors[index] for index in differ])
-        if differ[0] >= len(parameters):
+        group.take_heads([tensors[index] for index in differ])
+        changed = [(was, tensors[index]) for was, index in zip(before, differ, strict=True) if index < parameters]
+        if not changed:
             return
-        changed = [(was, tensors[index]) for was, index in zip(before, differ, strict=True) if index < len(parameters)]
-        apart = max(island.gather("compares its model", max(_relative(was, now) for was, now in changed)))
+        distance = max(_relative(was, now) for was, now in changed)
+        apart = max(add([distance * (rank == island.rank) for rank in range(island.size)]))
         if apart > MOST_APART:
             raise LsgdError(
                 f"the processes of this island have trained apart, by {apart:.2g} of their models' length: "
@@ -165,7 +207,7 @@ class Replica:
                 f"and all must make the same steps"
             )
         states = (state for optimizer in self.optimizers for state in optimizer.state.values())
-        island.spread("takes the head's optimizers", [x for s in states for x in s.values() if isinstance(x, Tensor)])
+        group.take_heads([x for s in states for x in s.values() if isinstance(x, Tensor)])
         if not self._aligned:
             self._aligned = True
             logger.warning(
@@ -221,10 +263,6 @@ class Replica:
         return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
     # -- in a round --------------------------------------------------------------------------------------------
-
-    def is_finite(self) -> bool:
-        """Return whether the parameters are finite; of an island, this process's part of them."""
-        return all_finite([local(slot.parameter).detach() for slot in self.flat.slots])
 
     def judge(self, order: Round, *, whole: bool) -> Tensor | None:
         """Return whether the model that enters a round is finite; None: the round need not know.

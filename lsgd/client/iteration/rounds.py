@@ -1,8 +1,9 @@
 """A worker's rounds: order, enter, exchange, commit or drop, and the report to the servers."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.iteration.gradients import GradientExchange
 from lsgd.client.iteration.grants import GrantClient
-from lsgd.client.iteration.replica import Replica
+from lsgd.client.iteration.replica import Look, Replica
 from lsgd.client.iteration.reports import ElectionInput, Logged, Stopwatch, Timings
 from lsgd.client.iteration.round import ActiveRound, RoundEntry, State
 from lsgd.errors import (
@@ -65,7 +66,7 @@ class Rounds:
         self.gradients: GradientExchange | None = None
         self._who, self._island, self._channel = membership.who, membership.island, membership.channel
         self._replica, self._checkpoints = replica, checkpoints
-        self._finite: bool | None = None  # the model, if the processes of an island have said so ahead of the round
+        self._looks: Sequence[Look] = ()  # of an island's processes at the model, ahead of the round
         self._later: ActiveRound | None = None  # the last round, if what it exchanges lands later
         self._count = 0  # of the run's iterations, as of the last global round
         self._served: Algorithm | None = None  # the one that ``gradients`` serves
@@ -114,11 +115,10 @@ class Rounds:
         """
         while True:
             rounds, lockstep = (self.committed, self.dropped), self._replica.lockstep
-            # An island in lockstep knows that a round comes: its processes say so with their reports, without a vote.
-            early = lockstep and self._island.size > 1 and not isinstance(self._replica.algorithm, GradientAlgorithm)
-            look = self._replica.is_finite if early else None
+            compares = self._island.replicas and (not lockstep or self.committed % ALIGN_EVERY == 0)
+            look = partial(self._replica.look, compares=compares) if self._island.size > 1 else None
             decision = self.grants.next(rounds, lockstep=lockstep, look=look, again=redo)
-            answer, self._finite = decision.answer, decision.finite
+            answer, self._looks = decision.answer, decision.looks
             if answer is None:
                 return True
             order = answer.round
@@ -214,17 +214,29 @@ class Rounds:
             if not fresh:
                 self._land(replica.algorithm.settle(replica.flat.buffers))
             active.group = group
-            active.finite_model = None if self._finite is None else torch.tensor(self._finite)
-            if self._island.replicas and (fresh or order.new or not replica.lockstep or order.id % ALIGN_EVERY == 0):
-                replica.align(self._island)
+            self._align(group, anew=fresh or bool(order.new))
             anew = self.entry.begin(group, order, fresh=fresh)
-            # In lockstep entering can only fail anew, and the processes of an island have reported their models.
-            if anew or order.new or order.final or not replica.lockstep:
+            if anew or order.new or order.final or not self._looks:
                 self._look(active)
+            elif (finite := self._finite()) is not None:
+                active.finite_model = torch.tensor(finite)
             active.to(State.ENTERED)
             if order.final:
                 self._agree(replica.consensus(group, order, finite=not active.model_is_broken))
         return group
+
+    def _align(self, group: WorkerGroup, *, anew: bool) -> None:
+        """Make replicas equal, if they have reported their fingerprints, or the round begins ``anew``."""
+        if not self._island.replicas:
+            return
+        compared = [look for look in self._looks if look.prints]
+        if compared or anew or not self._replica.lockstep:
+            self._replica.align(self._island, group, compared, lambda judged: self._agree(Commit(judged=judged)))
+
+    def _finite(self) -> bool | None:
+        """Return whether the model is finite in all processes, as they have reported; None: nobody need know."""
+        first, finite = self._looks[0], [look.finite for look in self._looks]
+        return first.finite if first.prints or None in finite else all(finite)  # now all have the first one's model
 
     def _look(self, active: ActiveRound) -> None:
         """Look whether the model that enters the round is finite; only the processes of an island wait for that."""
@@ -321,8 +333,10 @@ class Rounds:
             clear(self._replica.optimizers)
         self._later = None
 
-    def _agree(self, outcome: Commit | ExchangeError) -> None:
+    def _agree(self, outcome: Commit | ExchangeError) -> list[float]:
         """Vote on this process's part of an exchange; if it has succeeded in all processes of the worker, commit it.
+
+        Returns the sums of what they have judged.
 
         Raises:
             ExchangeError: it has succeeded here, but not in another process.
@@ -330,6 +344,7 @@ class Rounds:
         sums = self._island.vote(outcome.numbers() if isinstance(outcome, Commit) else outcome)
         if isinstance(outcome, Commit):
             outcome.apply(sums)
+        return sums
 
     def _drop_all(self, error: ExchangeError) -> None:
         self.drop(str(error), error.broken if isinstance(error, BrokenLinksError) else ())

@@ -129,6 +129,7 @@ class Steps:
         Raises:
             LsgdError: another worker makes another call, or the iteration is not over.
         """
+        self._replica.check()
         self._count()
         self._follow()
         if self.rounds.pending:
