@@ -48,7 +48,7 @@ from lsgd.protocol.keys import (
 from lsgd.protocol.messages import Place, worker_name
 from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
-from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener
+from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener, keys_for
 from lsgd.run_folder import CHECKPOINTS, JOURNAL, claimed, is_unfinished, runs
 from lsgd.server.journal import Journal, taken_over
 from lsgd.watch import results
@@ -212,7 +212,7 @@ def _run(
 
 def _dial(name: bytes, keys: ConnectorKeys | None, place: Place) -> Connector:
     """Connect to a global server, whose key is the place's."""
-    return Connector(place.address, name, replace(keys, server=place.key) if keys else None)
+    return Connector(place.address, name, keys_for(keys, place.key))
 
 
 def _take_over(

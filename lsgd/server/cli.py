@@ -4,7 +4,6 @@ import os
 import secrets
 import sys
 import traceback
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from lsgd.protocol.credentials import place_of
 from lsgd.protocol.keys import connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.messages import Place
 from lsgd.protocol.processes import raise_descriptor_limit
-from lsgd.protocol.sockets import DEFAULT_PORT, Connector, ConnectorKeys, Listener, default_local_address
+from lsgd.protocol.sockets import DEFAULT_PORT, Connector, ConnectorKeys, Listener, default_local_address, keys_for
 from lsgd.server.daemon import CRASHED, Signals, complain, say
 from lsgd.server.relay import Relay
 from lsgd.server.serve import relay_secret, serve_global
@@ -197,7 +196,7 @@ def _serve_local(
 
 
 def _connected(place: Place, name: bytes, keys: ConnectorKeys | None) -> Connector:
-    return Connector(place.address, name, replace(keys, server=place.key) if keys else None)
+    return Connector(place.address, name, keys_for(keys, place.key))
 
 
 def _serve_relay(address: str, keys_path: Path | None, *, insecure: bool) -> int:
