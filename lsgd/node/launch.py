@@ -24,7 +24,7 @@ from pathlib import Path
 from lsgd import run_folder
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.node import gpus, storing
-from lsgd.node.elsewhere import Elsewhere, Knock
+from lsgd.node.elsewhere import Elsewhere, Knock, dial
 from lsgd.node.local_server import LocalServer
 from lsgd.node.node import Node
 from lsgd.node.panel import Panel
@@ -48,7 +48,7 @@ from lsgd.protocol.keys import (
 from lsgd.protocol.messages import Place, worker_name
 from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
-from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener, keys_for
+from lsgd.protocol.sockets import ConnectorKeys, Listener
 from lsgd.run_folder import CHECKPOINTS, JOURNAL, claimed, is_unfinished, runs
 from lsgd.server.journal import Journal, taken_over
 from lsgd.watch import results
@@ -178,9 +178,9 @@ def _run(
     with ExitStack() as opened:
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         listener = opened.enter_context(Listener(local))
-        dial = partial(_dial, f"{name}#{incarnation}".encode(), keys)
+        connect = partial(dial, f"{name}#{incarnation}".encode(), keys)
         first = Place(0, network, keys.server if keys else b"")
-        link = dial(first)
+        link = connect(first)
         screen = opened.enter_context(closing(Screen(plain=settings.plain)))
         if store is not None:
             store.begin(partial(screen.line, ""))
@@ -197,7 +197,7 @@ def _run(
         knock = Knock()
         opened.callback(knock.close)
         own = Place(settings.place.node, offer, keys.public if keys else b"") if offer else None
-        elsewhere = Elsewhere(settings.place.node, dial, knock, own, [each for each in (first, followed) if each])
+        elsewhere = Elsewhere(settings.place.node, connect, knock, own, [each for each in (first, followed) if each])
         opened.callback(elsewhere.close)
         moved = partial(run_folder.moved, settings.run_dir, settings.place.node)
         server = LocalServer(*place, say=tell, complain=say, place=offer, elsewhere=elsewhere, when_moved=moved)
@@ -208,11 +208,6 @@ def _run(
         node = Node(name, commands, server, start, screen.say, panel=panel, outlives=outlives, serve=serve)
         node.run()
     return node.conclude(), node.serves
-
-
-def _dial(name: bytes, keys: ConnectorKeys | None, place: Place) -> Connector:
-    """Connect to a global server, whose key is the place's."""
-    return Connector(place.address, name, keys_for(keys, place.key))
 
 
 def _take_over(
