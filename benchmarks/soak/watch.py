@@ -6,12 +6,12 @@
 import json
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 from lsgd.errors import LsgdError
 from lsgd.protocol.keys import OPERATOR, connector_keys
 from lsgd.protocol.messages import StatusQuery
+from lsgd.protocol.sockets import keys_for
 from lsgd.run_folder import find_live
 from lsgd.watch.reader import ask
 
@@ -25,7 +25,7 @@ def main() -> None:
         try:
             _, address, key = find_live(folder)
             keys = connector_keys(address, None, OPERATOR, insecure=False)
-            status = ask(address, StatusQuery(0), replace(keys, server=key) if keys and key else keys)
+            status = ask(address, StatusQuery(0), keys_for(keys, key))
         except LsgdError as error:
             status = {"error": str(error)}
         status.pop("leaders", None)

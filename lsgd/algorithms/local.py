@@ -229,7 +229,7 @@ class LocalSGD(Delayed):
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Drop the pending transfer and, if members have changed, the residuals of results."""
         super().reset(parameters, group, order)
-        self._outliers, self.counts = Outliers(), True
+        self._outliers, self.counts = Outliers(self._outliers.usual), True
         if not self._codec.lossless:
             hierarchical, contributors = self.settings.hierarchical, self.settings.per_contributor
             self._mean = CompressedMean(group, self._codec, hierarchical=hierarchical, contributors=contributors)
@@ -269,7 +269,7 @@ class LocalSGD(Delayed):
                 product = torch.zeros_like(own)
                 if self._judges(group) and counts:
                     product = zero_unless(finite, _product(self._parts(fragment, parameters, self.common), changes))
-                sums = torch.stack([own, _squared(changes), product])
+                sums = torch.stack([own, _squared(changes), product, torch.full_like(own, self._outliers.usual)])
                 gathered = [torch.empty_like(sums) for _ in range(group.size)]
                 group.all_gather(gathered, sums).wait()
                 measured[:] = gathered
@@ -314,10 +314,11 @@ class LocalSGD(Delayed):
         if self.settings.delay:
             finite = finiteness(parameters)
 
-        def change(broken: float, spoilt: float, *measured: float) -> None:
+        def change(broken: float, spoilt: float, parts: float, *measured: float) -> None:
             if broken:
                 log.warning("round %d: this worker's model is not finite and is replaced by the common one", order.id)
-            sums = [measured[start : start + SUMS] for start in range(0, len(measured), SUMS)]
+            rows = (measured[start : start + SUMS] for start in range(0, len(measured), SUMS))
+            sums = [(*lengths, usual / parts) for *lengths, usual in rows]
             scale = self._scale(sums, self._left_out(group, order))
             found = self._outliers.judge(sums) if self._judges(group) else {}
             self._report(found, group, order)
@@ -329,7 +330,7 @@ class LocalSGD(Delayed):
             if spoilt or broken or not found:
                 self._take_common(fragment, parameters, whole=bool(broken))
 
-        return Commit(change, (~finite, ~finiteness(changes), *measured))
+        return Commit(change, (~finite, ~finiteness(changes), 1.0, *measured))
 
     def _take_common(self, fragment: int, parameters: Flat, *, whole: bool) -> None:
         """Replace the model by the common one: the fragment, or the ``whole`` model if it is not finite."""
@@ -344,12 +345,12 @@ class LocalSGD(Delayed):
 
     def _scale(self, sums: Sequence[Sequence[float]], left_out: Collection[int]) -> float:
         """Return the factor of the mean change: without those left out, and rescaled if the settings say so."""
-        counted = [own for rank, (own, _, _) in enumerate(sums) if rank not in left_out]
+        counted = [own for rank, (own, *_) in enumerate(sums) if rank not in left_out]
         # Where an element's sum is divided by those that have sent it, zeros of others change nothing.
         share = 1.0 if self.settings.per_contributor else len(sums) / len(counted)
         if not self.settings.rescale:
             return share
-        mean = statistics.fmean(of_mean for _, of_mean, _ in sums) * share * share
+        mean = statistics.fmean(of_mean for _, of_mean, *_ in sums) * share * share
         return share * _factor(statistics.fmean(counted), mean, len(counted))
 
     def _report(self, found: Mapping[int, str], group: Group, order: Round) -> None:
@@ -403,10 +404,11 @@ class LocalSGD(Delayed):
         return not self.settings.delay
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the common model, the outer step's velocity, and what rounding lost."""
+        """Return the common model, the outer step's velocity, what rounding lost, and how long changes usually are."""
         feedback = [[each.state_dict() for each in fragment] for fragment in self._feedback]
         members = list(self._members)
-        return {"common": self.common, "velocity": self.velocity, "feedback": feedback, "members": members}
+        state = {"common": self.common, "velocity": self.velocity, "feedback": feedback, "members": members}
+        return {**state, "usual": self._outliers.usual}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
@@ -416,6 +418,7 @@ class LocalSGD(Delayed):
             for feedback, each in zip(fragment, saved, strict=True):
                 feedback.load_state_dict(each)
         self._members = tuple(state["members"])
+        self._outliers = Outliers(state.get("usual", 0.0))  # earlier checkpoints do not have it
 
 
 def _any(changes: Flat, group: Group) -> bool:

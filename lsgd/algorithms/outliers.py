@@ -10,16 +10,19 @@ FEWEST = 3
 """With fewer members nobody can say which one is wrong."""
 
 LENGTH_TIMES = 10.0
-"""A change is an outlier if it is more than so many times as long as the median one."""
+"""A change is an outlier if it is more than so many times as long as usual."""
+
+USUAL_DECAY = 0.99
+"""Factor in each round of what is usual: once a task is learned, the median change says little of what is too long."""
 
 AGREEMENT, CLEAR = 0.2, 0.1
 """So is one that agrees less with the others than this share of the median agreement, if that is clear."""
 
-STRIKES, PATIENCE = 3, 8
+STRIKES, PATIENCE = 3, 32
 """A member is left out that was an outlier so often in a row, or once by its length; and with so many it gives up."""
 
-SUMS = 3
-"""Numbers that each member measures in a round: see :meth:`Outliers.judge`."""
+SUMS = 4
+"""Numbers that each member sends in a round: see :meth:`Outliers.judge`."""
 
 
 class Outliers:
@@ -28,27 +31,33 @@ class Outliers:
     With d a member's change and D the sum of those that count, its agreement is the cosine of d and of what the others
     have summed, ``D - d``. Where members train on like data, agreements are much alike in a round, and lie between 0.15
     and 0.98 in the tasks of benchmarks/convergence. A flipped sign makes its member's negative, and noise makes it 0.
-    Lengths of changes differ by less than a factor of two. EDiT (arXiv 2412.07210, section 3.3) has the rule for
-    lengths, with a member's own history in place of the others.
+    Lengths of changes differ by less than a factor of two there. Once all samples are learned, most changes are next to
+    nothing and one hard sample makes a long one. So a length is compared with the greatest median of the last rounds.
+    EDiT (arXiv 2412.07210, section 3.3) has the rule for lengths, with a member's own history in place of the others'.
 
     Each time that a member is an outlier it gets a strike, and each time that it is none it loses one. After three
     strikes it is left out, until it has none. The round that has found it changes nothing: all train on, and the next
     exchange has both changes.
 
+    Args:
+        usual: what :attr:`usual` was in rounds before, perhaps among other members.
+
     Attributes:
         left_out: ranks whose changes do not count in the next round.
+        usual: usual length of a change, the greatest median one, of which each later round forgets a hundredth.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, usual: float = 0.0) -> None:
         self.left_out: set[int] = set()
+        self.usual = usual
         self._strikes: dict[int, int] = {}
 
     def judge(self, sums: Sequence[Sequence[float]]) -> Mapping[int, str]:
         """Give strikes after a round, and return who is left out for the first time, with the reason.
 
         Args:
-            sums: for each rank the squared length of its change, that of the mean, and the product of both. A member
-                without a change has zeros, which say nothing.
+            sums: for each rank the squared length of its change, that of the mean, the product of both, and the length
+                that it knows as usual (newcomers: 0). A member without a change has zeros, which say nothing.
         """
         found = {}
         outliers = self._outliers(sums)
@@ -69,24 +78,25 @@ class Outliers:
 
     def _outliers(self, sums: Sequence[Sequence[float]]) -> Mapping[int, tuple[int, str]]:
         """Return the least strikes that each outlier has after this, and why; nobody's if they are not a minority."""
-        lengths = {rank: math.sqrt(own) for rank, (own, _, _) in enumerate(sums) if own > 0}
+        lengths = {rank: math.sqrt(own) for rank, (own, *_) in enumerate(sums) if own > 0}
         judges = [rank for rank in lengths if rank not in self.left_out]
         if len(judges) < FEWEST or not all(math.isfinite(x) for each in sums for x in each):
             return {}
         agreements = {rank: self._agreement(rank, sums) for rank in lengths}
-        length = statistics.median(lengths[rank] for rank in judges)
+        known = statistics.median([usual for *_, usual in sums if usual > 0] or [0.0])
+        self.usual = max(USUAL_DECAY * known, statistics.median(lengths[rank] for rank in judges))
         agreement = statistics.median(agreements[rank] for rank in judges)
         found = {}
         for rank in lengths:
-            if lengths[rank] > LENGTH_TIMES * length:
-                found[rank] = STRIKES, f"its length is {lengths[rank] / length:.2g} times the usual one"
+            if lengths[rank] > LENGTH_TIMES * self.usual:
+                found[rank] = STRIKES, f"its length is {lengths[rank] / self.usual:.2g} times the usual one"
             elif agreement > CLEAR and agreements[rank] < AGREEMENT * agreement:
                 found[rank] = 1, f"its cosine with the others' is {agreements[rank]:.2f}, and usual is {agreement:.2f}"
         return found if 2 * len(found) < len(lengths) else {}
 
     def _agreement(self, rank: int, sums: Sequence[Sequence[float]]) -> float:
         """Return the cosine of a member's change and the sum of the others'."""
-        own, mean, product = sums[rank]
+        own, mean, product, _ = sums[rank]
         size, counts = len(sums), rank not in self.left_out
         others = size * size * mean - (2 * size * product - own if counts else 0.0)
         along = size * product - (own if counts else 0.0)

@@ -3,7 +3,6 @@
 import difflib
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from lsgd.algorithms import ALGORITHMS
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.plan.run import LENGTH_SETTINGS
 from lsgd.protocol.keys import OPERATOR, connector_keys
-from lsgd.protocol.sockets import DEFAULT_PORT
+from lsgd.protocol.sockets import DEFAULT_PORT, keys_for
 from lsgd.run_folder import find_live
 from lsgd.settings import changeable
 
@@ -179,6 +178,6 @@ def connect(
                 raise click.UsageError(f"--connect {connect} has no port: --connect {connect}:{DEFAULT_PORT}")
             connect = f"tcp://{connect}"
         keys = connector_keys(connect, token, OPERATOR, insecure=insecure)
-        return command(connect, replace(keys, server=key) if keys and key else keys, **others)
+        return command(connect, keys_for(keys, key), **others)
 
     return connected

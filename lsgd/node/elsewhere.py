@@ -10,6 +10,7 @@ from typing import Protocol
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.protocol.credentials import place_of
 from lsgd.protocol.messages import Meet, NodeHello, NodeWelcome, Place, Term, decode, encode
+from lsgd.protocol.sockets import Connector, ConnectorKeys, keys_for
 from lsgd.server.succession import takes_over
 
 LOOK_AFTER_S = 2.0
@@ -28,6 +29,16 @@ _AWAY = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EHOSTDOWN
 
 _Server = tuple[int, bytes]
 """A server as one looks for it: its node and its key. Node 0 has one as it is launched, one when it takes over."""
+
+
+def dial(name: bytes, keys: ConnectorKeys | None, place: Place) -> Connector:
+    """Connect to a global server under ``name``, with the place's key."""
+    return Connector(place.address, name, keys_for(keys, place.key))
+
+
+def met(welcome: NodeWelcome, place: Place) -> Meet:
+    """Return what the server at a place serves, for another one that it meets, from its welcome."""
+    return Meet(welcome.run, welcome.terms, welcome.count, place, welcome.beaten, welcome.nodes)
 
 
 class Link(Protocol):
@@ -229,7 +240,7 @@ class Elsewhere:
     def mine(self) -> Meet:
         """Return what the server of this node serves, for another one that it meets."""
         assert self._last is not None and self._served is not None
-        return Meet(self.run, self.terms, self._last.count, self._served, self._last.beaten, self._last.nodes)
+        return met(self._last, self._served)
 
     def close(self) -> None:
         """End all connections."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from lsgd import run_folder
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.node import gpus, storing
-from lsgd.node.elsewhere import Elsewhere, Knock
+from lsgd.node.elsewhere import Elsewhere, Knock, dial
 from lsgd.node.local_server import LocalServer
 from lsgd.node.node import Node
 from lsgd.node.panel import Panel
@@ -34,6 +34,7 @@ from lsgd.node.process import LSGD, Command, Process, Role
 from lsgd.node.screen import LAUNCHER, Screen, show
 from lsgd.node.transcript import Reading, Transcript, own_lines
 from lsgd.plan import plan
+from lsgd.protocol.credentials import place_of
 from lsgd.protocol.keys import (
     OPERATOR,
     TOKEN_VARIABLE,
@@ -48,7 +49,7 @@ from lsgd.protocol.keys import (
 from lsgd.protocol.messages import Place, worker_name
 from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
-from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener
+from lsgd.protocol.sockets import ConnectorKeys, Listener
 from lsgd.run_folder import CHECKPOINTS, JOURNAL, claimed, is_unfinished, runs
 from lsgd.server.journal import Journal, taken_over
 from lsgd.watch import results
@@ -178,9 +179,9 @@ def _run(
     with ExitStack() as opened:
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         listener = opened.enter_context(Listener(local))
-        dial = partial(_dial, f"{name}#{incarnation}".encode(), keys)
+        connect = partial(dial, f"{name}#{incarnation}".encode(), keys)
         first = Place(0, network, keys.server if keys else b"")
-        link = dial(first)
+        link = connect(first)
         screen = opened.enter_context(closing(Screen(plain=settings.plain)))
         if store is not None:
             store.begin(partial(screen.line, ""))
@@ -197,7 +198,7 @@ def _run(
         knock = Knock()
         opened.callback(knock.close)
         own = Place(settings.place.node, offer, keys.public if keys else b"") if offer else None
-        elsewhere = Elsewhere(settings.place.node, dial, knock, own, [each for each in (first, followed) if each])
+        elsewhere = Elsewhere(settings.place.node, connect, knock, own, [each for each in (first, followed) if each])
         opened.callback(elsewhere.close)
         moved = partial(run_folder.moved, settings.run_dir, settings.place.node)
         server = LocalServer(*place, say=tell, complain=say, place=offer, elsewhere=elsewhere, when_moved=moved)
@@ -208,11 +209,6 @@ def _run(
         node = Node(name, commands, server, start, screen.say, panel=panel, outlives=outlives, serve=serve)
         node.run()
     return node.conclude(), node.serves
-
-
-def _dial(name: bytes, keys: ConnectorKeys | None, place: Place) -> Connector:
-    """Connect to a global server, whose key is the place's."""
-    return Connector(place.address, name, replace(keys, server=place.key) if keys else None)
 
 
 def _take_over(
@@ -237,18 +233,12 @@ def _take_over(
             journal.save(taken_over(state, local.next_terms()), rounds)
     except (OSError, sqlite3.Error, ProtocolError) as error:
         raise ConfigError(f"the journal {path} cannot be written: {error}") from None
-    arguments = ["--global", "--launched", "--continue", "--listen", offer]
-    arguments += ["--journal", str(path), "--results", str(folder)]
     access = ["--insecure"] if settings.insecure else []
     if keys is not None:
         ring = KeyRing.adopt(folder / f"node{node}-keys", keys.secret, local.copy.allowed, local.copy.certificate)
         access = ["--keys", str(ring.folder)]
-    servers = {"global": [*arguments, *access]}
-    if local.relay[0]:
-        host, _, port = offer.rpartition(":")
-        relay = f"{host}:{free_port(host.partition('://')[2].strip('[]'), int(port) + 1)}"
-        servers["global"] += ["--relay-address", relay]
-        servers["relay"] = ["--relay", "--listen", relay, *access]
+    host, port = place_of(offer)
+    servers = _serving(offer, path, free_port(host, port + 1) if local.relay[0] else 0, access, "--continue")
     return [replace(command, restart_arguments=(), appends=True) for command in _servers(settings, servers, environ)]
 
 
@@ -343,29 +333,34 @@ def _shared_servers(settings: LaunchSettings, network: str, keys: Sequence[str])
     keeps_plan = settings.plan_path is None and settings.resume and used.exists()
     path = used if keeps_plan else settings.plan_path
     nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
-    arguments = ["--global", "--launched", "--listen", network, "--save-plan", str(used), "--nodes", str(nodes), *keys]
-    arguments += ["--journal", str(settings.run_dir / JOURNAL), "--results", str(settings.run_dir)]
-    if settings.continues:
-        arguments += ["--continue"]
+    more = ["--save-plan", str(used), "--nodes", str(nodes), *["--continue"] * settings.continues]
     if path:
-        arguments += ["--plan", str(path)]
+        more += ["--plan", str(path)]
     is_old = keeps_plan and sourced.origins.get("workers", "") == f"the plan {path}"  # the earlier run's number
     if is_old:
-        arguments += ["--workers", "0"]
+        more += ["--workers", "0"]
     if nodes > 1 and (is_old or not sourced.plan.run.workers) and not settings.continues:
         print(
             f"{LAUNCHER}the run begins when the workers of all {nodes} nodes have joined; to begin with N workers, "
             f"start this node with LSGD_WORKERS=N",
             flush=True,
         )
-    if nodes == 1 or sourced.plan.run.transport not in ("auto", "tcp"):
+    has_relay = nodes > 1 and sourced.plan.run.transport in ("auto", "tcp")
+    relay_port = place_of(network)[1] + 1 if has_relay else 0
+    return _serving(network, settings.run_dir / JOURNAL, relay_port, keys, *more)
+
+
+def _serving(address: str, journal: Path, relay_port: int, access: Sequence[str], *more: str) -> dict[str, list[str]]:
+    """Return the arguments, by name, of the global server at an address, and of the relay unless its port is 0.
+
+    ``access``: those about keys; ``more``: others of the global server.
+    """
+    arguments = ["--global", "--launched", "--listen", address, "--journal", str(journal)]
+    arguments += ["--results", str(journal.parent), *access, *more]
+    if not relay_port:
         return {"global": arguments}
-    host, _, port = network.rpartition(":")
-    relay = f"{host}:{int(port) + 1}"
-    return {
-        "global": [*arguments, "--relay-address", relay],
-        "relay": ["--relay", "--listen", relay, *keys],
-    }
+    relay = f"{address.rpartition(':')[0]}:{relay_port}"
+    return {"global": [*arguments, "--relay-address", relay], "relay": ["--relay", "--listen", relay, *access]}
 
 
 def _workers(settings: LaunchSettings, local: str, environ: Mapping[str, str]) -> list[Command]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lsgd import __version__
 from lsgd.errors import ProtocolError
-from lsgd.node.elsewhere import LOOK_AFTER_S, Elsewhere, Link
+from lsgd.node.elsewhere import LOOK_AFTER_S, Elsewhere, Link, met
 from lsgd.protocol.messages import (
     LOOP_ENDED,
     PROTOCOL,
@@ -21,7 +21,6 @@ from lsgd.protocol.messages import (
     Join,
     Leave,
     Left,
-    Meet,
     Moved,
     NodeHello,
     NodeLeave,
@@ -284,8 +283,7 @@ class LocalServer:
             elif moves is Move.STAY:
                 link.send([encode(elsewhere.mine())])
             else:
-                theirs = Meet(welcome.run, welcome.terms, welcome.count, place, welcome.beaten, welcome.nodes)
-                self._global.send([encode(theirs)])
+                self._global.send([encode(met(welcome, place))])
         if not self.takes_over and could_serve and elsewhere.takes_over(now, silent_s):
             self.takes_over, self._given_way = True, False
             self._complain(

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -65,6 +65,11 @@ class ConnectorKeys:
     server: bytes
     public: bytes
     secret: bytes
+
+
+def keys_for(keys: ConnectorKeys | None, server: bytes) -> ConnectorKeys | None:
+    """Return the keys with another listener's public key; unchanged if that is empty, and None without keys."""
+    return replace(keys, server=server) if keys and server else keys
 
 
 def new_key_pair() -> tuple[bytes, bytes]:

@@ -4,7 +4,7 @@ import os
 import secrets
 import sys
 import traceback
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import click
 
 from lsgd import __version__
 from lsgd.errors import ConfigError
-from lsgd.node.elsewhere import Elsewhere, Knock
+from lsgd.node.elsewhere import Elsewhere, Knock, dial
 from lsgd.node.local_server import LocalServer
 from lsgd.plan.options import plan_options
 from lsgd.plan.plan import read
@@ -21,7 +21,7 @@ from lsgd.protocol.credentials import place_of
 from lsgd.protocol.keys import connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.messages import Place
 from lsgd.protocol.processes import raise_descriptor_limit
-from lsgd.protocol.sockets import DEFAULT_PORT, Connector, ConnectorKeys, Listener, default_local_address
+from lsgd.protocol.sockets import DEFAULT_PORT, Listener, default_local_address
 from lsgd.server.daemon import CRASHED, Signals, complain, say
 from lsgd.server.relay import Relay
 from lsgd.server.serve import relay_secret, serve_global
@@ -177,16 +177,16 @@ def _serve_local(
     signals = Signals()
     keys = connector_keys(global_address, token_path, node_name(node), insecure=insecure)
     incarnation = secrets.randbits(63)
-    name = f"node{node}#{incarnation}".encode()
+    connect = partial(dial, f"node{node}#{incarnation}".encode(), keys)
     with Listener(address) as listener:
         first = Place(0, global_address, keys.server if keys else b"")
-        link = _connected(first, name, keys)
+        link = connect(first)
         say(
             f"lsgd {__version__} local server of node{node} on {listener.address}, for the global server at "
             f"{global_address}; workers find it with: LSGD_LOCAL={listener.address}"
         )
         knock = Knock()
-        elsewhere = Elsewhere(node, lambda place: _connected(place, name, keys), knock, first=[first])
+        elsewhere = Elsewhere(node, connect, knock, first=[first])
         local = LocalServer(node, incarnation, listener, link, workers, elsewhere=elsewhere)
         try:
             return local.run(signals)
@@ -194,10 +194,6 @@ def _serve_local(
             elsewhere.close()
             knock.close()
             local.disconnect()
-
-
-def _connected(place: Place, name: bytes, keys: ConnectorKeys | None) -> Connector:
-    return Connector(place.address, name, replace(keys, server=place.key) if keys else None)
 
 
 def _serve_relay(address: str, keys_path: Path | None, *, insecure: bool) -> int:

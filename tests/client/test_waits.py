@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from lsgd.algorithms.base import Commit
 from lsgd.algorithms.bytegrad import ByteGradSettings
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
+from lsgd.algorithms.outliers import SUMS
 from lsgd.client import Worker
 from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.settings import AlgorithmSettings
@@ -128,8 +130,8 @@ def test_a_round_stays_on_the_device_of_the_model(name: str, settings: Algorithm
 
     def make(commit: Commit | None) -> None:
         if commit is not None:
-            numbers = [each.numel() if isinstance(each, Tensor) else 1 for each in commit.judged]
-            commit.apply([judged] * sum(numbers))
+            numbers = ([judged] * x.numel() if isinstance(x, Tensor) else [float(x)] for x in commit.judged)
+            commit.apply([*chain.from_iterable(numbers)])
 
     def work(group: SimulatedGroup) -> None:
         x, gradient = (torch.ones(3000, device="meta") for _ in range(2))
@@ -168,7 +170,7 @@ def test_only_payloads_are_copied_to_host_memory_and_back() -> None:
     first, second = all_at_once(groups, work)
     assert first.equal(second)
     payload = settings.make_codec().empty(numel, torch.device("cpu")).nbytes
-    measured = 3 * 8
+    measured = SUMS * 8
     assert payload < 4 * numel / 14
     assert [copier.copied_nbytes for copier in copiers] == [2 * (payload + measured)] * 2
 

@@ -14,13 +14,16 @@ from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
 SIZE, BAD, PERIOD = 4, 2, 4
 
 
-def measured(changes: torch.Tensor, left_out: set[int] | None = None) -> list[list[float]]:
-    """What members measure whose changes are the rows, if those left out send zeros."""
+def measured(changes: torch.Tensor, left_out: set[int] | None = None, usual: float = 0.0) -> list[list[float]]:
+    """What members send whose changes are the rows, if those left out send zeros; all but one know what is usual."""
     changes = changes.double()
     sent = changes.clone()
     sent[sorted(left_out or ())] = 0.0
     mean = sent.mean(0)
-    return [[float(x.square().sum()), float(mean.square().sum()), float(x @ mean)] for x in changes]
+    known = [0.0, *[usual] * (len(changes) - 1)]
+    *own, of_mean = (float(x.square().sum()) for x in (*changes, mean))
+    products = (changes @ mean).tolist()
+    return [[each, of_mean, *more] for each, *more in zip(own, products, known, strict=True)]
 
 
 def changes(bad: float, noise: float = 1.0, seed: int = 0) -> torch.Tensor:
@@ -39,6 +42,19 @@ def test_a_long_change_is_left_out_at_once_and_counts_again_when_it_has_fitted_a
         assert outliers.left_out == {BAD}, again
         assert outliers.judge(measured(changes(1.0, seed=again), outliers.left_out)) == {}
     assert outliers.left_out == set()
+
+
+def test_a_long_change_is_compared_with_what_was_usual_in_the_rounds_before() -> None:
+    """Most members have learned their samples and change nothing, and one has met a hard one."""
+    outliers, newcomer = Outliers(), Outliers()
+    assert outliers.judge(measured(10 * changes(1.0))) == {}
+    for _ in range(100):  # learned
+        assert outliers.judge(measured(changes(20.0), usual=outliers.usual)) == {}
+    assert newcomer.judge(measured(changes(1.0), usual=outliers.usual)) == {}
+    assert newcomer.usual == pytest.approx(10 * math.sqrt(2000) * 0.99**101, rel=0.05)
+    for _ in range(100):
+        outliers.judge(measured(changes(20.0), usual=outliers.usual))
+    assert outliers.left_out == {BAD}  # that is too long ago
 
 
 @pytest.mark.parametrize("bad", [-1.0, 0.01])
@@ -120,11 +136,11 @@ def test_the_others_learn_nearly_as_well_as_without_it(how: str, settings: dict[
 @pytest.mark.parametrize(("divisor", "times"), [("members", 4 / 3), ("contributors", 1.0)])
 def test_the_mean_is_that_of_those_that_count(divisor: str, times: float) -> None:
     algorithm = SparseSettings(divisor=divisor).create([torch.zeros(4096)])
-    sums = [[1.0, 0.25, 0.5]] * SIZE
+    sums = [[1.0, 0.25, 0.5, 0.0]] * SIZE
     assert algorithm._scale(sums, ()) == 1.0
     assert algorithm._scale(sums, {BAD}) == pytest.approx(times)
 
 
 def test_a_worker_that_stays_wrong_ends_with_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(OutlierError, match=r"in 8 rounds, .* set drop_outliers = false"):
+    with pytest.raises(OutlierError, match=r"in 32 rounds, .* set drop_outliers = false"):
         train("flips", PATIENCE + 2)

@@ -8,7 +8,7 @@ from lsgd.testing.simulation import land, simulate
 
 from .training import make_round
 
-NUMEL = 102_400  # whole chunks of every codec
+NUMEL = 204_800  # whole chunks of every codec
 ROUNDS = 6  # in which byes of 2, 3 and 5 workers come equally often
 EIGHT_BITS = {"compression": "minmax8"}
 CASES = [(name, {}) for name in ALGORITHMS] + [

@@ -5,8 +5,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from lsgd.node.elsewhere import LOOK_AFTER_S, Elsewhere, Knock
+from lsgd.node.elsewhere import LOOK_AFTER_S, Elsewhere, Knock, dial
 from lsgd.protocol.messages import PROTOCOL, NodeHello, NodeWelcome, Place, Term, encode
+from lsgd.protocol.sockets import ConnectorKeys, new_key_pair
 from lsgd.run_folder import claimed, find_live, followed, moved
 
 from ..integration.running import free_port, until
@@ -100,3 +101,8 @@ def test_a_refused_knock_is_an_answer_and_silence_is_none() -> None:
         assert until(lambda: knock(at, time.monotonic()), "the host accepts")
     knock.close()
     assert knock("ipc:///tmp/somewhere", 0.0) is True
+
+
+def test_a_place_of_a_run_that_went_without_keys_is_dialled_with_the_key_in_the_token() -> None:
+    keys = ConnectorKeys("node1", new_key_pair()[0], *new_key_pair())
+    dial(b"node1#1", keys, Place(0, "tcp://127.0.0.1:1")).close()
