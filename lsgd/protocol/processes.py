@@ -5,7 +5,7 @@ import os
 import resource
 import selectors
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -89,20 +89,18 @@ class Orphans:
                 os.waitpid(pid, os.WNOHANG)
 
     def end(self, within_s: float) -> list[int]:
-        """End them, by force after ``within_s``, and adopt no more; return their numbers."""
+        """End them, by force after ``within_s``, and adopt no more; return their numbers.
+
+        What they have started while they were looked at is adopted and ended in turn, for twice that time.
+        """
         self.reap()
-        found = list(self._find())
-        family = [process for pid in found for process in _family(pid)]
-        for process in family:
-            with suppress(psutil.Error):
-                process.terminate()
-        _, alive = psutil.wait_procs(family, within_s)
-        for process in alive:
-            with suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(alive, within_s)
+        ended: list[int] = []
+        deadline = time.monotonic() + 2 * within_s
+        while (found := list(self._find())) and time.monotonic() < deadline:
+            ended += found
+            _end([process for pid in found for process in _family(pid)], within_s)
         _adopt(0)
-        return found
+        return ended
 
     def _find(self) -> Iterator[int]:
         own, children = set(self._own()), set(_children())
@@ -122,6 +120,18 @@ class Orphans:
         with suppress(ProcessLookupError):  # somebody has just let it go
             return os.getpgid(pid) in self._groups or now - self._ended_at.setdefault(pid, now) > FORGOTTEN_S
         return False
+
+
+def _end(processes: Sequence[psutil.Process], within_s: float) -> None:
+    """End processes, by force after ``within_s``, and let those go that are our children."""
+    for process in processes:
+        with suppress(psutil.Error):
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, within_s)
+    for process in alive:
+        with suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(alive, within_s)
 
 
 def _adopt(on: int) -> None:

@@ -212,13 +212,16 @@ def test_nothing_is_left_of_a_process_that_started_others(start, tmp_path):
 
 
 def test_nothing_is_left_of_what_left_its_session(start, tmp_path):
-    daemon = f"(setsid bash -c 'touch $HERE/1.ready; {FOREVER}' &); (true &)"
+    """Nor of what it starts when it is to end."""
+    at_its_end = 'trap "sleep 600 & touch $HERE/more; exit" TERM'
+    daemon = f"(setsid bash -c '{at_its_end}; touch $HERE/1.ready; {FOREVER}' 2>/dev/null &); (true &)"
     ready = "until [ -e $HERE/1.ready ]; do sleep 0.05; done"
     supervised = start(worker=f"{daemon}; {ready}; echo started; until [ -e $HERE/go ]; do sleep 0.05; done")
     until((tmp_path / "1.ready").exists, "the daemon is up")
     until(lambda: not zombies(supervised.process.pid), "who has ended is let go")
     (tmp_path / "go").touch()
     status, out, _ = supervised.finish()
+    assert (tmp_path / "more").exists()
     assert status == 0 and "ended what the workers' scripts had left running: processes [" in out
 
 
