@@ -123,8 +123,9 @@ def main(out):
     refused(out / "setting", lambda: on_ray.LsgdConfig(perod=8))
     sys.argv = ["ray_trainer.py"]
     with tempfile.TemporaryDirectory(prefix="ray") as files:
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": files})
-        cluster.add_node(num_cpus=1, temp_dir=files)
+        os.environ["RAY_TMPDIR"] = files  # a folder given to the nodes alone leaves the default one missing
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        cluster.add_node(num_cpus=1)
         ray.init(address=cluster.address)
         runpy.run_path(str(EXAMPLES / "ray_trainer.py"), run_name="__main__")
         fit(out, "kills", num_workers=2, elastic=False)
