@@ -224,6 +224,7 @@ class GrantClient:
                 need look.
             again: whether to repeat the last request in any case, in the middle of its iteration.
         """
+        asks = again or lockstep or self._last  # nothing is granted ahead
 
         def report() -> Report:
             loss = self._election.loss(self.done, rounds[0])
@@ -233,11 +234,10 @@ class GrantClient:
             reported = self._take_ahead()
             if not again and self._held.next():
                 return NextStep(None, reported, self._middle(reported))
-            may = not (again or lockstep or self._last)
             reported_by_all = reports()
             if self._numbers is not None:
                 self._averaged = _means([each.numbers for each in reported_by_all])
-            answer, warning = self._ask(self._mean_loss(reported_by_all), rounds, alone=may)
+            answer, warning = self._ask(self._mean_loss(reported_by_all), rounds, alone=not asks)
             if isinstance(answer, Met):
                 return NextStep(None, reported, self._middle(reported), met=answer)
             if answer is not None:
@@ -245,7 +245,6 @@ class GrantClient:
             looks = [each.look for each in reported_by_all if each.look is not None]
             return NextStep(answer, reported, self._middle(reported), looks, warning)
 
-        asks = again or lockstep or self._last  # nothing is granted ahead
         decision = self._island.decide("begins a step", report, decide, reports=asks)
         if decision.reported is not None and not self._island.is_head:
             self.progress.answered(*decision.reported)
