@@ -309,7 +309,8 @@ class LocalSGD(Delayed):
     ) -> Commit:
         """Return the commit of a round whose mean change has arrived.
 
-        ``finite`` says whether the model was so in the round; with a delay it has trained since.
+        ``finite`` says whether the model was so in the round; with a delay it has trained since. The sums over a
+        worker's processes have the length that is usual once for each of them: the 1.0 counts ``parts``.
         """
         if self.settings.delay:
             finite = finiteness(parameters)
@@ -405,10 +406,13 @@ class LocalSGD(Delayed):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the common model, the outer step's velocity, what rounding lost, and how long changes usually are."""
-        feedback = [[each.state_dict() for each in fragment] for fragment in self._feedback]
-        members = list(self._members)
-        state = {"common": self.common, "velocity": self.velocity, "feedback": feedback, "members": members}
-        return {**state, "usual": self._outliers.usual}
+        return {
+            "common": self.common,
+            "velocity": self.velocity,
+            "feedback": [[each.state_dict() for each in fragment] for fragment in self._feedback],
+            "members": list(self._members),
+            "usual": self._outliers.usual,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""

@@ -77,7 +77,10 @@ class Outliers:
         return self._strikes.get(rank, 0) >= PATIENCE
 
     def _outliers(self, sums: Sequence[Sequence[float]]) -> Mapping[int, tuple[int, str]]:
-        """Return the least strikes that each outlier has after this, and why; nobody's if they are not a minority."""
+        """Note what is usual, and return the least strikes that each outlier has after this, and why.
+
+        If they are not a minority, nobody is one.
+        """
         lengths = {rank: math.sqrt(own) for rank, (own, *_) in enumerate(sums) if own > 0}
         judges = [rank for rank in lengths if rank not in self.left_out]
         if len(judges) < FEWEST or not all(math.isfinite(x) for each in sums for x in each):
