@@ -333,7 +333,9 @@ def _shared_servers(settings: LaunchSettings, network: str, keys: Sequence[str])
     keeps_plan = settings.plan_path is None and settings.resume and used.exists()
     path = used if keeps_plan else settings.plan_path
     nodes, sourced = settings.place.nodes, plan.read(path, os.environ, {})
-    more = ["--save-plan", str(used), "--nodes", str(nodes), *["--continue"] * settings.continues]
+    more = ["--save-plan", str(used), "--nodes", str(nodes)]
+    if settings.continues:
+        more += ["--continue"]
     if path:
         more += ["--plan", str(path)]
     is_old = keeps_plan and sourced.origins.get("workers", "") == f"the plan {path}"  # the earlier run's number
