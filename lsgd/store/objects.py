@@ -20,7 +20,10 @@ MAX_PARTS = 9_000
 """S3 takes 10,000."""
 
 _S3, _GOOGLE, _SFTP = ("s3", "s3a"), ("gs", "gcs"), ("sftp", "ssh")
-_WITH_FOLDERS = ("file", "local", "memory", "smb", *_SFTP)
+_RENAMES = ("file", "local", *_SFTP)
+"""Stores where a file is seen while it is written, and a rename puts it in the place of an older one at once."""
+
+_WITH_FOLDERS = ("memory", "smb", *_RENAMES)
 _TELL = (*_S3, *_GOOGLE, *_WITH_FOLDERS)
 """Stores whose libraries say how far an upload is."""
 
@@ -102,10 +105,15 @@ class Store:
             return bytes(self._fs.cat_file(f"{self._root}/{name}", start=start, end=end))
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small object."""
+        """Write a small object, which is there as a whole or not at all."""
+        path = f"{self._root}/{name}"
         with self._asking(f"write {name}"):
             self._make_folder(name)
-            self._fs.pipe_file(f"{self._root}/{name}", content)
+            if self._protocol in _RENAMES:
+                self._fs.pipe_file(f"{path}.tmp", content)
+                self._fs.mv(f"{path}.tmp", path)
+            else:
+                self._fs.pipe_file(path, content)
 
     def upload(self, name: str, path: Path) -> None:
         """Write a file as an object, and check its size there."""

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import resource
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -195,6 +196,22 @@ def test_without_its_manifest_an_object_does_not_count(machine) -> None:
     assert manifests.read_all(machine.store) == []
     assert restore(machine.store, machine.folder / "fresh", 0, machine.said.append) is False
     assert machine.said == [f"{name} is incomplete in {machine.store.url}: left out"]
+
+
+def test_a_small_object_is_there_as_a_whole_or_not_at_all(tmp_path) -> None:
+    """On a disk that takes only half of it, as a full one does."""
+    store = Store(f"file://{tmp_path}/run")
+    store.write("plan.toml", b"old")
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, usual[1]))
+    try:
+        with pytest.raises(StoreError, match=r"cannot write plan\.toml: .*File too large"):
+            store.write("plan.toml", bytes(1 << 17))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert store.read("plan.toml") == b"old"
+    store.write("plan.toml", b"new")
+    assert store.read("plan.toml") == b"new" and store.names("") == ["plan.toml"]
 
 
 def test_failures_are_tried_again_ever_more_slowly_with_the_newest(machine) -> None:
