@@ -14,8 +14,8 @@ from lsgd.plan.plan import Phase, table_of
 from lsgd.server.reasons import Reason, Why
 from lsgd.settings import AlgorithmSettings
 
-SAMPLES, FEWEST = 5, 3
-"""How many of the last times the median is taken of, so that two outliers change nothing; and of how many at least."""
+SAMPLES = 5
+"""How many of the last times the median is taken of, so that two outliers change nothing."""
 
 WORTH = 1.02
 """A period stays while its cost is at most this times that of the best one."""
@@ -68,12 +68,14 @@ class Pace:
     def choose(self, workers: int, steps: float) -> Reason:
         """Choose the period that costs least, unless the present one is about as good; return the reason.
 
-        ``steps``: of a member in the whole run; infinite if it has no end.
+        ``steps``: of a member in the whole run; infinite if it has no end. One round is enough, since on a slow link
+        each further one would cost many steps. Of an even number of times, that in the middle counts with which the
+        period is shorter: too short a period is noticed sooner.
         """
-        if min(len(self._rounds_s), len(self._steps_s)) < FEWEST:
+        if not (self._rounds_s and self._steps_s):
             return Why.UNMEASURED()
-        round_s = statistics.median(self._rounds_s)
-        step_s = max(SHORTEST_STEP_S, statistics.median(self._steps_s))
+        round_s = statistics.median_low(self._rounds_s)
+        step_s = max(SHORTEST_STEP_S, statistics.median_high(self._steps_s))
         best = best_period(round_s / step_s, workers, steps)
         costs = [period_cost(period, round_s / step_s, workers, steps) for period in (self.period, best)]
         if costs[0] > WORTH * costs[1]:

@@ -16,6 +16,7 @@ from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.server.coordinator import Coordinator
+from lsgd.server.course import Pace
 from lsgd.server.journal import capture, restore
 from lsgd.server.report import report
 from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
@@ -229,9 +230,10 @@ def test_the_best_period(exchange_steps: float, workers: int, steps: float, peri
 def test_auto_follows_a_link_that_changes_and_says_why() -> None:
     timed = Timed(ElasticSettings(period=0))
     assert timed.periods == [1]
-    assert timed.stretches(3) == 1 and timed.bench.state.course.why.code == "unmeasured"
-    assert timed.stretches(2) == 81  # 0.1 s, beside steps of 0.01 s
+    assert timed.stretch() == 1 and timed.bench.state.course.why.code == "unmeasured"  # the first is not timed
+    assert timed.stretch() == 81  # 0.1 s, beside steps of 0.01 s
     assert timed.said == ["period 81: a round takes 0.1 s, a step 0.01 s"]
+    timed.stretches(4)
 
     timed.round_s *= 10.0
     assert timed.stretches(2) == 81  # two late rounds change nothing
@@ -242,6 +244,15 @@ def test_auto_follows_a_link_that_changes_and_says_why() -> None:
     assert timed.stretches(4) == 6
     shown = json.loads(report(timed.bench.state, timed.bench.now))
     assert (shown["period"], shown["period_reason"]) == (6, "a round takes 0.001 s, a step 0.01 s")
+
+
+@pytest.mark.parametrize(
+    ("rounds_s", "steps_s"), [((0.1, 9.0), (0.01,)), ((9.0, 0.1), (0.01,)), ((0.1,), (0.01, 1e-4))]
+)
+def test_of_two_times_that_counts_with_which_the_period_is_shorter(rounds_s, steps_s) -> None:
+    pace = Pace(1, rounds_s, steps_s)
+    pace.choose(2, math.inf)
+    assert pace.period == best_period(10.0, 2)
 
 
 def test_auto_stays_where_it_is_while_times_scatter() -> None:
