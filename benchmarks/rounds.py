@@ -1,21 +1,27 @@
-"""Seconds that a round of ``local`` takes on a worker alone, without transfers: what is done with the model itself.
+"""What a round of ``local`` costs a worker itself, in copies of its model: processor time, without the network.
 
-    python -m benchmarks.rounds [--parameters 25000000] [--rounds 40]
+    python -m benchmarks.rounds [--parameters 25000000] [--rounds 20] [--workers 2]
 
+The workers are simulated, threads with the real algorithm and codec; all settings but the period are the defaults.
+Each round is timed on one core, and so is a copy of the model before it; the medians of the first worker are printed.
 To compare two versions of lsgd, run this file by its path with PYTHONPATH set to one and the other, in turn.
-The model that enters a round is looked at for NaN once; until November 2026 it was three times. With 25 million
-parameters and 12 rounds, medians of five runs in turn on a busy machine of two cores: 490 ms before and 451 ms after
-by the clock, 95 and 89 ms of one core (a pass over the model takes 5 ms of one core there).
 """
 
 import argparse
-import itertools
-import os
 import statistics
 import time
 
 import torch
 from torch import nn
+
+from lsgd.algorithms.base import Flat
+from lsgd.algorithms.local import LocalSettings
+from lsgd.collectives.group import Group
+from lsgd.protocol.messages import Round
+from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, land, simulate
+
+NOISE = 1e-3
+"""How far an element of the model moves between two rounds."""
 
 
 class Vector(nn.Module):
@@ -30,31 +36,43 @@ class Vector(nn.Module):
         return self.weight[0] ** 2
 
 
+def times(members: SimulatedGroup, numel: int, rounds: int) -> tuple[list[float], list[float]]:
+    """Train, and return the processor seconds of each round and of each copy of the model."""
+    model = Vector(numel)
+    worker = SimulatedWorker.of_model(members, LocalSettings(period=1), model, torch.optim.SGD(model.parameters(), 0.0))
+    exchange, other = worker.algorithm.before_forward, torch.empty(numel)
+    rounds_s, copies_s = list[float](), list[float]()
+
+    @torch.no_grad()
+    def timed(parameters: Flat, group: Group, order: Round | None) -> None:
+        start = time.thread_time()
+        other.copy_(parameters[0])
+        copied = time.thread_time()
+        land(exchange(parameters, group, order))
+        rounds_s.append(time.thread_time() - copied)
+        copies_s.append(copied - start)
+        parameters[0].add_(torch.randn(numel), alpha=NOISE)
+
+    worker.algorithm.before_forward = timed  # type: ignore[method-assign]
+    for _ in range(rounds + 1):
+        worker.step(model)
+    return rounds_s[1:], copies_s[1:]  # nobody has a change in the first one
+
+
 def main() -> None:
-    """Train, and print the seconds of a round."""
+    """Train, and print what a round costs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, default=25_000_000)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--workers", type=int, default=2)
     options = parser.parse_args()
-    os.environ |= {"LSGD_SOLO": "1", "LSGD_ALGORITHM": "local", "LSGD_PERIOD": "1", "LSGD_COMPRESSION": "none"}
-    os.environ |= {"LSGD_ITERATIONS": str(options.rounds), "LSGD_RESCALE": "false"}
-    from lsgd.client import Worker  # by now the plan is set
-
-    model = Vector(options.parameters)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    torch.set_num_threads(1)  # so that processor time is what the round needs, whatever else the machine does
-    seconds, busy = [], []
-    with Worker.join(model, optimizer) as worker:
-        before, busy_before = 0.0, time.thread_time()
-        for _ in worker.batches(itertools.repeat(0)):
-            seconds.append(worker.timings.exchange_s - before)
-            busy.append(time.thread_time() - busy_before)
-            optimizer.zero_grad(set_to_none=False)
-            model().backward()
-            optimizer.step()
-            before, busy_before = worker.timings.exchange_s, time.thread_time()
-    wall, processor = (statistics.median(each[1:]) * 1e3 for each in (seconds, busy))
-    print(f"{wall:.1f} ms a round, {processor:.1f} of one core, at {options.parameters:,} parameters")
+    torch.set_num_threads(1)
+    found = simulate((1,) * options.workers, lambda group: times(group, options.parameters, options.rounds))[0]
+    round_s, copy_s = map(statistics.median, found)
+    print(
+        f"{options.workers} workers, {options.parameters:,} parameters: a round takes {round_s * 1e3:.1f} ms of one "
+        f"core, as long as {round_s / copy_s:.1f} copies of the model"
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from lsgd.settings import Schedule, setting
 
 log = logging.getLogger(__name__)
 
-PIECE_NUMEL = 1 << 17
+PIECE_NUMEL = 1 << 19
 """Elements of a change that are measured at a time."""
 
 
@@ -331,7 +331,7 @@ class LocalSGD(Delayed):
             if spoilt or broken or not found:
                 self._take_common(fragment, parameters, whole=bool(broken))
 
-        return Commit(change, (~finite, ~finiteness(changes), 1.0, *measured))
+        return Commit(change, (~finite, ~_is_finite(changes, measured), 1.0, *measured))
 
     def _take_common(self, fragment: int, parameters: Flat, *, whole: bool) -> None:
         """Replace the model by the common one: the fragment, or the ``whole`` model if it is not finite."""
@@ -376,14 +376,12 @@ class LocalSGD(Delayed):
         """Change a fragment of the common model by the mean change, times ``factor``."""
         for feedback in self._feedback[fragment] if self._feedback else ():
             feedback.commit()
-        for change in changes if factor != 1.0 else ():
-            change.mul_(factor)
         lr, momentum = self.settings.outer_lr, self.settings.outer_momentum
         for (c,), change in zip(self._parts(fragment, self.common), changes, strict=True):
-            c.add_(change, alpha=lr)
+            c.add_(change, alpha=lr * factor)
         velocity = self._parts(fragment, self.velocity, self.common) if momentum else ()
         for (v, c), change in zip(velocity, changes, strict=False):
-            v.mul_(momentum).add_(change)
+            v.mul_(momentum).add_(change, alpha=factor)
             c.add_(v, alpha=lr * momentum)
 
     def _parts(self, fragment: int, *flats: Flat) -> Iterator[tuple[Tensor, ...]]:
@@ -435,9 +433,17 @@ def _any(changes: Flat, group: Group) -> bool:
 
 
 def _squared(changes: Flat) -> Tensor:
-    """Return the squared length of a change, computed in pieces, each copied to float64."""
-    pieces = (x[start : start + PIECE_NUMEL] for x in changes for start in range(0, len(x) or 1, PIECE_NUMEL))
-    return torch.stack([torch.linalg.vector_norm(x, dtype=torch.float64) for x in pieces]).square().sum()
+    """Return the squared length of a change, float64, computed in pieces; finite exactly if all elements are."""
+    pieces = [piece for x in changes for piece in torch.split(x, PIECE_NUMEL)]
+    room = torch.empty(max(map(len, pieces)), dtype=torch.float64, device=pieces[0].device)
+    wide = (room[: len(piece)].copy_(piece) for piece in pieces)
+    return torch.stack([torch.dot(x, x) for x in wide]).sum()
+
+
+def _is_finite(changes: Flat, measured: Sequence[float | Tensor]) -> Tensor:
+    """Return whether the mean change is finite; its length says so where members have measured it."""
+    first = measured[0]
+    return finiteness(changes) if isinstance(first, float) else first[1].isfinite()
 
 
 def _product(parts: Iterator[tuple[Tensor, ...]], changes: Flat) -> Tensor:
