@@ -326,7 +326,7 @@ class TextFull(Text):
 
     name = "text-full"
     steps = 4096
-    evaluate_every = 128
+    evaluate_every = 32
     target_loss = 1.5
     batch_size = 32
     warmup = 1 / 64
