@@ -77,7 +77,8 @@ def test_each_round_is_written_once_though_the_server_dies(start):
     losses = [(each["count"], loss) for each in rounds if (loss := each["losses"]["node0/worker1"]) is not None]
     assert [at for at, _ in written["loss/node0/worker1"]] == [at for at, _ in losses]
     assert [x for _, x in written["loss/node0/worker1"]] == pytest.approx([x for _, x in losses], rel=1e-4)
-    assert written["user/score"][-1][1] == 1.5 and written["progress"][-1][1] > 0.5
+    assert 1.5 in [mean for _, mean in written["user/score"]]  # later one of the two may have left
+    assert written["progress"][-1][1] > 0.5
     sent = [value for _, value in written["bytes/sent"]]
     assert sent == sorted(sent) and sent[-1] > 0
     seen = events(node.run_dir)
