@@ -5,8 +5,7 @@ A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, w
 - ``network LINK NODES``: step times at one place (benchmarks/network),
 - ``fastest baselines``: Leader SGD in 8 bits beside the fastest baseline of each place,
 - ``convergence TASK``: steps to a target (benchmarks/convergence),
-- ``endtoend``, ``endtoend-text [LOSS]``, ``endtoend-gpt LOSS``: seconds to the task's target, or to a loss
-  (benchmarks/endtoend),
+- ``endtoend``, ``endtoend-TASK [LOSS]``: seconds to the task's target, or to a loss (benchmarks/endtoend),
 - ``memory``: bytes per parameter (benchmarks/memory),
 - ``gpu about``, ``gpu PART``: where scripts/gpu.sh ran, and what it found (benchmarks/gpu),
 - ``support``: what is supported, by that,
@@ -51,7 +50,7 @@ def _table(what: str, page: Path) -> str:
             found = fastest_baselines(_results("network"))
         case ["convergence", task]:
             found = task_table(_results("convergence"), task)
-        case [("endtoend" | "endtoend-text" | "endtoend-gpt") as benchmark, *target]:
+        case [benchmark, *target] if benchmark.startswith("endtoend"):
             found = table_of(_results(benchmark), *map(float, target))
         case ["memory"]:
             found = memory_table(_results("memory"))
