@@ -8,7 +8,13 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 for ((loop = 0; loop < loops; loop++)); do
     while kill -0 $$; do for ((i = 0; i < 100000; i++)); do :; done; done 2>/dev/null & # ends with this script
 done
+failed=()
 for ((run = 1; run <= runs; run++)); do
     echo "run $run of $runs, beside $loops busy loops"
-    bash "$(dirname -- "${BASH_SOURCE[0]}")/test.sh" "${@:3}"
+    bash "$(dirname -- "${BASH_SOURCE[0]}")/test.sh" "${@:3}" || failed+=("$run") # the others may find another one
 done
+if ((${#failed[@]})); then
+    echo "under_load.sh: ${#failed[@]} of $runs runs failed: ${failed[*]}" >&2
+    exit 1
+fi
+echo "under_load.sh: all $runs runs passed"
