@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar, TypeAlias
@@ -163,7 +163,7 @@ def copy_all(targets: Flat, sources: Flat) -> None:
         target.copy_(source)
 
 
-def finiteness(tensors: Flat) -> Tensor:
+def finiteness(tensors: Iterable[Tensor]) -> Tensor:
     """Return whether no element is NaN or infinite, on the device (one pass, no temporary; minima propagate NaN)."""
     found = [torch.stack(x.aminmax()).isfinite().all() for x in tensors if x.numel()]
     return torch.stack([x.to(found[0].device) for x in found]).all() if found else torch.tensor(True)

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -17,7 +17,7 @@ from lsgd.algorithms.common import Periodic, block, codec, delay, hierarchical, 
 from lsgd.algorithms.delayed import Delayed
 from lsgd.algorithms.outliers import FEWEST, PATIENCE, SUMS, Outliers
 from lsgd.codecs import Codec, codec_of
-from lsgd.collectives.compressed_mean import CompressedMean, sent_nbytes
+from lsgd.collectives.compressed_mean import CompressedMean, Mean, sent_nbytes, whole
 from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.group import Group
 from lsgd.collectives.two_round import chunk_bounds
@@ -28,7 +28,7 @@ from lsgd.settings import Schedule, setting
 
 log = logging.getLogger(__name__)
 
-PIECE_NUMEL = 1 << 19
+PIECE_NUMEL = 1 << 18
 """Elements of a change that are measured at a time."""
 
 
@@ -255,6 +255,7 @@ class LocalSGD(Delayed):
         for x, c in self._parts(fragment, parameters, self.common):
             change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
             changes.append(zero_unless(finite, torch.sub(x, c, out=change)) if counts else change.zero_())
+        means = [whole(change) for change in changes]
         measured: list[float | Tensor] = [0.0 for _ in range(SUMS * group.size)]
 
         def transfer() -> None:
@@ -264,17 +265,18 @@ class LocalSGD(Delayed):
             for index, change in enumerate(changes):
                 if group.rank in self._left_out(group, order):
                     change.zero_()
-                self._average(change, fragment, index, group, order)
+                means[index] = self._average(change, fragment, index, group, order)
             if own is not None:
                 product = torch.zeros_like(own)
                 if self._judges(group) and counts:
-                    product = zero_unless(finite, _product(self._parts(fragment, parameters, self.common), changes))
-                sums = torch.stack([own, _squared(changes), product, torch.full_like(own, self._outliers.usual)])
+                    product = zero_unless(finite, _product(self._parts(fragment, parameters, self.common), means))
+                squared = _squared(piece for mean in means for _, piece in mean())
+                sums = torch.stack([own, squared, product, torch.full_like(own, self._outliers.usual)])
                 gathered = [torch.empty_like(sums) for _ in range(group.size)]
                 group.all_gather(gathered, sums).wait()
                 measured[:] = gathered
 
-        land = partial(self._land_mean, group, order, changes, measured, finite)
+        land = partial(self._land_mean, group, order, means, measured, finite)
         return self._begin(transfer, land, parameters, self.settings.delay)
 
     def _judges(self, group: Group) -> bool:
@@ -289,20 +291,20 @@ class LocalSGD(Delayed):
         """Return the ranks that have no change yet: their models begin in this round, or are not whole before it."""
         return {*order.new} - {order.source}
 
-    def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round) -> None:
-        """Replace ``change`` by its mean over all members, bit-identical on all."""
+    def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round) -> Mean:
+        """Return the mean of ``change``, whose memory it takes, over all members, bit-identical on all."""
         if self._mean is None:
             change.div_(group.size)
             group.all_reduce(change).wait()
-        else:
-            seed = (self._run, order.id, index)
-            self._mean(change, seed, self._feedback[fragment][index], self.settings.error_decay)
+            return whole(change)
+        seed = (self._run, order.id, index)
+        return self._mean(change, seed, self._feedback[fragment][index], self.settings.error_decay)
 
     def _land_mean(
         self,
         group: Group,
         order: Round,
-        changes: Flat,
+        means: Sequence[Mean],
         measured: Sequence[float | Tensor],
         finite: Tensor,
         parameters: Flat,
@@ -327,11 +329,11 @@ class LocalSGD(Delayed):
             if spoilt:  # on all members alike
                 log.warning("round %d: the mean change is not finite; all workers take the last common model", order.id)
             elif not found:
-                self._outer_step(fragment, changes, scale)
+                self._outer_step(fragment, means, scale)
             if spoilt or broken or not found:
                 self._take_common(fragment, parameters, whole=bool(broken))
 
-        return Commit(change, (~finite, ~_is_finite(changes, measured), 1.0, *measured))
+        return Commit(change, (~finite, ~_is_finite(means, measured), 1.0, *measured))
 
     def _take_common(self, fragment: int, parameters: Flat, *, whole: bool) -> None:
         """Replace the model by the common one: the fragment, or the ``whole`` model if it is not finite."""
@@ -372,17 +374,18 @@ class LocalSGD(Delayed):
                 f"all the same"
             )
 
-    def _outer_step(self, fragment: int, changes: Flat, factor: float) -> None:
+    def _outer_step(self, fragment: int, means: Sequence[Mean], factor: float) -> None:
         """Change a fragment of the common model by the mean change, times ``factor``."""
         for feedback in self._feedback[fragment] if self._feedback else ():
             feedback.commit()
         lr, momentum = self.settings.outer_lr, self.settings.outer_momentum
-        for (c,), change in zip(self._parts(fragment, self.common), changes, strict=True):
-            c.add_(change, alpha=lr * factor)
-        velocity = self._parts(fragment, self.velocity, self.common) if momentum else ()
-        for (v, c), change in zip(velocity, changes, strict=False):
-            v.mul_(momentum).add_(change, alpha=factor)
-            c.add_(v, alpha=lr * momentum)
+        flats = (self.common, self.velocity) if momentum else (self.common,)
+        for mean, (c, *velocity) in zip(means, self._parts(fragment, *flats), strict=True):
+            for here, change in mean():
+                c[here].add_(change, alpha=lr * factor)
+                for v in velocity:
+                    v[here].mul_(momentum).add_(change, alpha=factor)
+                    c[here].add_(v[here], alpha=lr * momentum)
 
     def _parts(self, fragment: int, *flats: Flat) -> Iterator[tuple[Tensor, ...]]:
         """Yield a fragment's part of each tensor, side by side for several lists of tensors."""
@@ -432,27 +435,31 @@ def _any(changes: Flat, group: Group) -> bool:
     return any(bool(each) for each in found)
 
 
-def _squared(changes: Flat) -> Tensor:
-    """Return the squared length of a change, float64, computed in pieces; finite exactly if all elements are."""
-    pieces = [piece for x in changes for piece in torch.split(x, PIECE_NUMEL)]
-    room = torch.empty(max(map(len, pieces)), dtype=torch.float64, device=pieces[0].device)
-    wide = (room[: len(piece)].copy_(piece) for piece in pieces)
-    return torch.stack([torch.dot(x, x) for x in wide]).sum()
+def _squared(vectors: Iterable[Tensor]) -> Tensor:
+    """Return the squared length of a change, float64; each piece's in float32, or in float64 if that is its dtype.
+
+    It is finite if all elements are, and none is so large (1e19) that its square is not.
+    """
+    pieces = (piece for x in vectors for piece in torch.split(x, PIECE_NUMEL))
+    wide = (piece.to(torch.promote_types(piece.dtype, torch.float32)) for piece in pieces)
+    return torch.stack([torch.dot(x, x) for x in wide]).to(torch.float64).sum()
 
 
-def _is_finite(changes: Flat, measured: Sequence[float | Tensor]) -> Tensor:
+def _is_finite(means: Sequence[Mean], measured: Sequence[float | Tensor]) -> Tensor:
     """Return whether the mean change is finite; its length says so where members have measured it."""
     first = measured[0]
-    return finiteness(changes) if isinstance(first, float) else first[1].isfinite()
+    if isinstance(first, float):
+        return finiteness(piece for mean in means for _, piece in mean())
+    return first[1].isfinite()
 
 
-def _product(parts: Iterator[tuple[Tensor, ...]], changes: Flat) -> Tensor:
+def _product(parts: Iterator[tuple[Tensor, ...]], means: Sequence[Mean]) -> Tensor:
     """Return the scalar product of ``x - c`` and the mean change, computed in pieces; float64."""
     found = []
-    for (x, c), change in zip(parts, changes, strict=True):
-        for start in range(0, len(x) or 1, PIECE_NUMEL):
-            here = slice(start, start + PIECE_NUMEL)
-            found.append(torch.dot((x[here] - c[here]).to(change.dtype), change[here]))
+    for (x, c), mean in zip(parts, means, strict=True):
+        for here, piece in mean():
+            triples = zip(*(torch.split(y, PIECE_NUMEL) for y in (x[here], c[here], piece)), strict=True)
+            found += [torch.dot((new - old).to(change.dtype), change) for new, old, change in triples]
     return torch.stack(found).to(torch.float64).sum()
 
 

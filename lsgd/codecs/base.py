@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any, ClassVar
 
@@ -76,6 +76,11 @@ class Codec:
         wide = out.to(torch.promote_types(out.dtype, torch.float32))
         out.copy_(wide + part * alpha)
 
+    def encode_and_subtract(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
+        """Write the payload of float32 ``x``, and leave in ``x`` what rounding lost."""
+        self.encode(x, payload, seed)
+        self.decode_add(payload, x, alpha=-1.0)
+
     def reduce(self, payloads: Sequence[Tensor], out: Tensor, *, mean: bool) -> None:
         """Write the sum or mean of vectors to float32 ``out``, adding in the given order."""
         self.decode(payloads[0], out)
@@ -93,6 +98,20 @@ class Codec:
             out.add_(part)
             contributors.add_(part != 0)
         out.div_(contributors.clamp_(min=1))
+
+    def means(
+        self, payloads: Sequence[Tensor], numel: int, *, contributors: bool = False
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield what :meth:`reduce` or :meth:`reduce_contributors` writes in pieces, in order, each with its place.
+
+        The next piece may overwrite the last one.
+        """
+        out = torch.empty(numel, dtype=torch.float32, device=payloads[0].device)
+        if contributors:
+            self.reduce_contributors(payloads, out)
+        else:
+            self.reduce(payloads, out, mean=True)
+        yield slice(0, numel), out
 
     def reduce_encode(
         self, payloads: Sequence[Tensor], payload: Tensor, *, numel: int, mean: bool, seed: int | None = None

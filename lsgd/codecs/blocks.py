@@ -16,6 +16,10 @@ from lsgd.lazy import Tensor, torch
 from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
 
 PIECE: Final = 1 << 15
+"""Elements at a time on a CPU in torch, whose temporaries should fit into a core's cache,"""
+
+KERNELS_PIECE: Final = 1 << 18
+"""and when one kernel after the other works on the same elements, on all cores."""
 
 _GATHER: Final = 0x0102040810204080  # times eight bytes of 0 or 1 puts their bits, in order, in the highest byte
 _SPREAD: Final = 0x8040201008040201 - (1 << 64)  # bit i of byte i
@@ -41,15 +45,31 @@ class Blockwise(Codec):
     def encode(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
         """Write the parts of each block."""
         check_vector(x)
-        x, numel, seed = x.detach(), x.numel(), self._key(seed)
-        header, *parts = self._begin_parts(payload, numel, x.dtype)
+        header, *parts = self._begin_parts(payload, x.numel(), x.dtype)
+        self._encode(x.detach(), header, parts, self._key(seed))
+
+    def encode_and_subtract(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
+        """Write the parts of each block, and leave what rounding lost."""
+        if self._key(seed) is not None or not self._can_be_cut(x.numel(), x.device):
+            super().encode_and_subtract(x, payload, seed)
+            return
+        check_vector(x)
+        x = x.detach()
+        header, *parts = self._begin_parts(payload, x.numel(), x.dtype)
+        for here, *pieces in self._pieces(0, x.numel(), x.device, parts, KERNELS_PIECE):
+            self._encode(x[here], header, pieces, None)
+            self._decode(pieces, x[here], -1.0)
+
+    def _encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None) -> None:
+        """Write the parts of a vector, and set the header's flag if it has NaN or Inf."""
+        numel = x.numel()
         kernels, taken = self._kernels(x.device, numel)
         if kernels is not None:
             values = x[:taken] if taken < numel else x
             values = values if kernels.narrow else values.to(torch.float32)
             kernels.encode(values, header, parts, seed)
         if taken < numel:
-            payload[FLAGS_OFFSET] |= ~x[taken:].isfinite().all()
+            header[FLAGS_OFFSET] |= ~x[taken:].isfinite().all()
         for here, *pieces in self._pieces(taken, numel, x.device, parts) if taken < numel else ():
             values = x[here].to(torch.float32)
             if seed is None:
@@ -59,24 +79,26 @@ class Blockwise(Codec):
 
     def decode(self, payload: Tensor, out: Tensor) -> None:
         """Write the vector to ``out``."""
+        check_vector(out)
+        parts = self._parts(payload, out.numel())
         if self._fits_kernels(out):
-            self._decode(payload, out, None)
+            self._decode(parts, out.detach(), None)
         else:
             part = torch.empty(out.numel(), dtype=torch.float32, device=out.device)
-            self._decode(payload, part, None)
+            self._decode(parts, part, None)
             out.copy_(part)
 
     def decode_add(self, payload: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times the vector to ``out`` in one pass."""
         if self._fits_kernels(out):
-            self._decode(payload, out, alpha)
+            check_vector(out)
+            self._decode(self._parts(payload, out.numel()), out.detach(), alpha)
         else:
             super().decode_add(payload, out, alpha)
 
-    def _decode(self, payload: Tensor, out: Tensor, alpha: float | None) -> None:
-        check_vector(out)
-        out, numel = out.detach(), out.numel()
-        parts = self._parts(payload, numel)
+    def _decode(self, parts: Sequence[Tensor], out: Tensor, alpha: float | None) -> None:
+        """Write the vector that has these parts to ``out``, or add ``alpha`` times it."""
+        numel = out.numel()
         kernels, taken = self._kernels(out.device, numel)
         if kernels is not None:
             kernels.decode(parts, out[:taken] if taken < numel else out, alpha)
@@ -91,10 +113,51 @@ class Blockwise(Codec):
         """Write the sum or mean of vectors, in one pass if the kernels can."""
         kernels, taken = self._kernels(out.device, out.numel())
         check_vector(out)
-        if kernels is None or not kernels.reduces or out.dtype != torch.float32:
+        if out.dtype != torch.float32:
             super().reduce(payloads, out, mean=mean)
-        else:
+        elif kernels is not None and kernels.reduces:
             kernels.reduce(self._sum(payloads, taken, mean=mean), out)
+        elif self._can_be_cut(out.numel(), out.device):
+            for here, vectors in self._side_by_side(payloads, out.numel()):
+                self._add_up(vectors, out[here], mean=mean)
+        else:
+            super().reduce(payloads, out, mean=mean)
+
+    def means(
+        self, payloads: Sequence[Tensor], numel: int, *, contributors: bool = False
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the mean of vectors in pieces, which share their memory where possible."""
+        device = payloads[0].device
+        if contributors or not self._can_be_cut(numel, device):
+            yield from super().means(payloads, numel, contributors=contributors)
+            return
+        room = torch.empty(min(numel, KERNELS_PIECE), dtype=torch.float32, device=device)
+        for here, vectors in self._side_by_side(payloads, numel):
+            out = room[: here.stop - here.start]
+            self._add_up(vectors, out, mean=True)
+            yield here, out
+
+    def _can_be_cut(self, numel: int, device: torch.device) -> bool:
+        """Whether to process a vector in pieces: a CPU's cache holds one for the next operation."""
+        kernels, _ = self._kernels(device, numel)
+        reduces = kernels is not None and kernels.reduces
+        return device.type == "cpu" and numel > 0 and self.width(numel) == self.unit and not reduces
+
+    def _side_by_side(
+        self, payloads: Sequence[Tensor], numel: int
+    ) -> Iterator[tuple[slice, Sequence[Sequence[Tensor]]]]:
+        """Yield the elements to work on at a time, and their parts in each payload."""
+        device = payloads[0].device
+        cut = (self._pieces(0, numel, device, self._parts(each, numel), KERNELS_PIECE) for each in payloads)
+        for vectors in zip(*cut, strict=True):
+            yield vectors[0][0], [parts for _, *parts in vectors]
+
+    def _add_up(self, vectors: Sequence[Sequence[Tensor]], out: Tensor, *, mean: bool) -> None:
+        """Write the sum or mean of vectors that have these parts."""
+        for parts in vectors:
+            self._decode(parts, out, None if parts is vectors[0] else 1.0)
+        if mean and len(vectors) > 1:
+            out.mul_(1.0 / len(vectors))
 
     def reduce_encode(
         self, payloads: Sequence[Tensor], payload: Tensor, *, numel: int, mean: bool, seed: int | None = None
@@ -162,12 +225,12 @@ class Blockwise(Codec):
         return pieces[::2], pieces[1::2]
 
     def _pieces(
-        self, start: int, stop: int, device: torch.device, parts: Sequence[Tensor]
+        self, start: int, stop: int, device: torch.device, parts: Sequence[Tensor], most: int = PIECE
     ) -> Iterator[tuple[slice, *tuple[Tensor, ...]]]:
-        """Yield the elements, and the bytes of the parts, to work on at a time: on a CPU, what fits into its cache."""
+        """Yield the elements, at most so many on a CPU, and the bytes of the parts, to work on at a time."""
         whole = math.lcm(self.unit, 8)  # so that every part has whole bytes
         cut = device.type == "cpu" and self.width(stop) == self.unit
-        step = max(PIECE // whole, 1) * whole if cut else max(stop - start, 1)
+        step = max(most // whole, 1) * whole if cut else max(stop - start, 1)
         for first in range(start, stop, step):
             last = min(first + step, stop)
             sizes = zip(parts, self.sizes(first), self.sizes(last), strict=True)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeAlias
+
 from lsgd.codecs import Codec
 from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.group import Group
 from lsgd.collectives.two_round import QuantizedAllReduce
-from lsgd.lazy import Tensor
+from lsgd.lazy import Tensor, torch
+
+Mean: TypeAlias = "Callable[[], Iterator[tuple[slice, Tensor]]]"
+"""Yields a mean in pieces, in order, each with its place; it may be called again.
+
+One that came in a codec is decoded each time, so that it never takes as much memory as the model. The next piece may
+overwrite the last one.
+"""
 
 DENSE_GATHERED, SPARSE_GATHERED = 2, 5
 """The most members with which each sends its payload to all others. Two members send the same number of bytes in one
@@ -35,36 +46,57 @@ class CompressedMean:
 
     def __init__(self, group: Group, codec: Codec, *, hierarchical: bool, contributors: bool = False) -> None:
         self._group = group
-        self._node = group.node if hierarchical else None
+        self._node = group.node if hierarchical and group.node.size > 1 else None
         self._units = group.across if hierarchical else group
         self._number = len(group.node_sizes) if hierarchical else group.size
         self._codec = codec
         self._contributors = contributors
 
-    def __call__(self, x: Tensor, seed: tuple[object, ...], feedback: ErrorFeedback, decay: float) -> None:
-        """Replace ``x``, float32, by the mean; arguments and errors are those of :class:`QuantizedAllReduce`."""
-        if self._node is not None:
-            x.mul_(self._number / self._group.size)
-            self._node.all_reduce(x).wait()
-        if self._number > 1:
-            if self._units is not None and gathers(self._codec, self._number):
-                self._gather(x, self._units, feedback, decay)
-            elif self._units is not None:  # created each time, so that no payload stays in memory
-                all_reduce = QuantizedAllReduce(self._units, self._codec, contributors=self._contributors)
-                all_reduce(x, x, seed, feedback, decay)
-            if self._node is not None:
-                self._node.broadcast(x, 0)
+    def __call__(self, x: Tensor, seed: tuple[object, ...], feedback: ErrorFeedback, decay: float) -> Mean:
+        """Return the mean of ``x``, float32, which becomes memory of this.
 
-    def _gather(self, x: Tensor, group: Group, feedback: ErrorFeedback, decay: float) -> None:
-        """Send this member's payload to all others, and average all payloads in rank order."""
+        The other arguments and errors are those of :class:`QuantizedAllReduce`.
+        """
+        if self._number < self._group.size:
+            x.mul_(self._number / self._group.size)
+        if self._node is not None:
+            self._node.all_reduce(x).wait()
+        if self._number == 1:
+            return whole(x)
+        if self._units is not None:
+            mean = self._across(x, self._units, seed, feedback, decay)
+            if self._node is None:
+                return mean
+            x = torch.empty_like(x)
+            for here, piece in mean():
+                x[here] = piece
+        assert self._node is not None
+        self._node.broadcast(x, 0)
+        return whole(x)
+
+    def _across(self, x: Tensor, group: Group, seed: tuple[object, ...], feedback: ErrorFeedback, decay: float) -> Mean:
+        """Return the mean over units; ``x`` becomes what rounding lost of it."""
+        if gathers(self._codec, self._number):
+            return self._gather(x, group, feedback, decay)
+        all_reduce = QuantizedAllReduce(group, self._codec, contributors=self._contributors)
+        chunks = all_reduce.payloads(x, seed, feedback, decay)
+
+        def read() -> Iterator[tuple[slice, Tensor]]:
+            for chunk, payload in chunks:
+                for here, piece in self._codec.means([payload], chunk.stop - chunk.start):
+                    yield slice(chunk.start + here.start, chunk.start + here.stop), piece
+
+        return read
+
+    def _gather(self, x: Tensor, group: Group, feedback: ErrorFeedback, decay: float) -> Mean:
+        """Send this member's payload to all others; the mean is that of all payloads in rank order."""
         codec = self._codec
         payloads = [codec.empty(x.numel(), x.device) for _ in range(group.size)]
-        own, contribution = payloads[group.rank], feedback.added_to(x, decay)
-        codec.encode(contribution, own)
-        transfer = group.all_gather(payloads, own)
-        codec.decode_add(own, contribution, alpha=-1.0)
-        transfer.wait()
-        if self._contributors:
-            codec.reduce_contributors(payloads, x)
-        else:
-            codec.reduce(payloads, x, mean=True)
+        codec.encode_and_subtract(feedback.added_to(x, decay, in_place=True), payloads[group.rank])
+        group.all_gather(payloads, payloads[group.rank]).wait()
+        return partial(codec.means, payloads, x.numel(), contributors=self._contributors)
+
+
+def whole(x: Tensor) -> Mean:
+    """Return a mean that is in memory."""
+    return lambda: iter([(slice(0, x.numel()), x)])

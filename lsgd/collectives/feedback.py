@@ -24,9 +24,14 @@ class ErrorFeedback:
         self._next_residual: Tensor | None = None
         self._next_results: dict[int, Tensor] = {}
 
-    def added_to(self, x: Tensor, decay: float = 1.0) -> Tensor:
-        """Return ``x + decay residual``, float32, from which the exchange subtracts what it sends."""
-        if self._next_residual is None:
+    def added_to(self, x: Tensor, decay: float = 1.0, *, in_place: bool = False) -> Tensor:
+        """Return ``x + decay residual``, float32, from which the exchange subtracts what it sends.
+
+        With ``in_place`` that is ``x`` itself, which then belongs to this.
+        """
+        if in_place:
+            self._next_residual = x
+        elif self._next_residual is None:
             self._next_residual = torch.empty_like(self.residual)
         return torch.add(x, self.residual, alpha=decay, out=self._next_residual)
 

@@ -6,10 +6,11 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Generator, Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 from lsgd.codecs.base import Codec, flags_of
 from lsgd.collectives.feedback import ErrorFeedback
-from lsgd.collectives.group import Group
+from lsgd.collectives.group import Group, Transfer
 from lsgd.lazy import Tensor, torch
 
 MAX_SEGMENTS = 4
@@ -19,6 +20,8 @@ SEGMENT_CHUNK_NUMEL = 1 << 18
 STAGES = 3
 """Stages of an all-reduce."""
 
+T = TypeVar("T")
+
 
 def seed_of(*parts: object) -> int:
     """Return a 64-bit seed of stochastic rounding for what ``parts`` name (run, round, rank, stage, tensor).
@@ -26,6 +29,16 @@ def seed_of(*parts: object) -> int:
     Rounding errors average out only if every member, round and tensor has a seed of its own.
     """
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
+
+
+def _completed(stages: Generator[None, None, T]) -> T:
+    """Run all stages, and return what the last one returns."""
+    while True:
+        try:
+            next(stages)
+        except StopIteration as end:
+            result: T = end.value
+            return result
 
 
 def chunk_bounds(numel: int, size: int, unit: int) -> list[int]:
@@ -92,13 +105,20 @@ class QuantizedAllReduce:
         Returns:
             int32, shape (1,): non-zero if a member's ``x`` had NaN or Inf, equal on all members; 0 with one member.
         """
-        stages = self.stages(x, out, seed, feedback, decay)
-        while True:
-            try:
-                next(stages)
-            except StopIteration as end:
-                flags: Tensor = end.value
-                return flags
+        return _completed(self.stages(x, out, seed, feedback, decay))
+
+    def payloads(
+        self, x: Tensor, seed: tuple[object, ...], feedback: ErrorFeedback, decay: float = 1.0
+    ) -> Sequence[tuple[slice, Tensor]]:
+        """Do the same with several members, and return the result's payloads, in order, and what each is of.
+
+        ``x``, float32, becomes ``feedback``'s next residual.
+        """
+        segments = self._new_segments(x)
+        sums = feedback.added_to(x, decay, in_place=True)
+        for transfer in _completed(self._exchange(sums, segments, seed, feedback)):
+            transfer.wait()
+        return [pair for each in segments for pair in zip(each.chunks, each.gathered, strict=True)]
 
     def stages(
         self,
@@ -125,16 +145,7 @@ class QuantizedAllReduce:
             return torch.zeros(1, dtype=torch.int32, device=x.device)
         free = self._free[x.numel(), x.dtype, x.device]
         segments = free.pop() if free else self._new_segments(x)
-        first, second = [], []
-        for segment in segments:
-            self._encode(x, segment, seed, keep_error=feedback is not None)
-            first.append(self.group.all_to_all(segment.received, segment.sent))
-        yield
-        for segment, transfer in zip(segments, first, strict=True):
-            transfer.wait()
-            self._reduce(segment, seed, feedback)
-            second.append(self.group.all_gather(segment.gathered, segment.gathered[self.group.rank]))
-        yield
+        second = yield from self._exchange(x, segments, seed, feedback)
         flags = []
         for segment, transfer in zip(segments, second, strict=True):
             transfer.wait()
@@ -145,14 +156,29 @@ class QuantizedAllReduce:
         free.append(segments)
         return found
 
+    def _exchange(
+        self, x: Tensor, segments: Sequence[_Segment], seed: tuple[object, ...], feedback: ErrorFeedback | None
+    ) -> Generator[None, None, Sequence[Transfer]]:
+        """Exchange payloads, and yield between the stages; return the last transfers, which are under way."""
+        first, second = [], []
+        for segment in segments:
+            self._encode(x, segment, seed, keep_error=feedback is not None)
+            first.append(self.group.all_to_all(segment.received, segment.sent))
+        yield
+        for segment, transfer in zip(segments, first, strict=True):
+            transfer.wait()
+            self._reduce(segment, seed, feedback)
+            second.append(self.group.all_gather(segment.gathered, segment.gathered[self.group.rank]))
+        yield
+        return second
+
     def _encode(self, x: Tensor, segment: _Segment, seed: tuple[object, ...], *, keep_error: bool) -> None:
         """Write the payloads of one segment; with ``keep_error``, leave in ``x`` what rounding lost."""
         me, start = self.group.rank, segment.chunks[0].start
         for rank, (payload, place) in enumerate(zip(segment.sent, segment.chunks, strict=True)):
             chunk = x[place]
-            self.codec.encode(chunk, payload, self._key(*seed, start, me, 0, rank))
-            if keep_error:
-                self.codec.decode_add(payload, chunk, alpha=-1.0)
+            encode = self.codec.encode_and_subtract if keep_error else self.codec.encode
+            encode(chunk, payload, self._key(*seed, start, me, 0, rank))
 
     def _reduce(self, segment: _Segment, seed: tuple[object, ...], feedback: ErrorFeedback | None) -> None:
         """Write the payload of this member's chunk of the result, and note what rounding lost."""
@@ -169,8 +195,7 @@ class QuantizedAllReduce:
         else:
             self.codec.reduce(segment.received, result, mean=mean)
         feedback.added_to_result(result, place.start)
-        self.codec.encode(result, payload, key)
-        self.codec.decode_add(payload, result, alpha=-1.0)
+        self.codec.encode_and_subtract(result, payload, key)
 
     def _key(self, *parts: object) -> int | None:
         return seed_of(*parts) if self.rounding == "stochastic" else None

@@ -13,7 +13,7 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
 from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralizedSettings
 from lsgd.algorithms.qsgd import QSGDSettings
-from lsgd.codecs import CODECS, OWN_BLOCK, Codec, codec_of
+from lsgd.codecs import CODECS, OWN_BLOCK, Codec, blocks, codec_of
 from lsgd.codecs.base import flags_of
 from lsgd.codecs.levels import Levels1, Levels2
 from lsgd.codecs.minmax import MinMax4, MinMax8
@@ -106,6 +106,27 @@ def test_the_other_verbs_are_made_of_encode_and_decode(codec, dtype, numel):
         again = codec.empty(numel, total.device)
         codec.reduce_encode(payloads, again, numel=numel, mean=mean)
         assert torch.equal(again, payload_of(codec, total))
+    left = xs[0].clone()
+    codec.encode_and_subtract(left, again)
+    assert torch.equal(again, payloads[0]) and torch.equal(left, xs[0] - parts[0])
+
+
+@pytest.mark.parametrize("codec", ALL, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 500, 70_000])
+@pytest.mark.parametrize("contributors", [False, True])
+def test_a_mean_in_pieces(codec, numel, contributors, monkeypatch):
+    monkeypatch.setattr(blocks, "KERNELS_PIECE", 1 << 14)
+    payloads = [payload_of(codec, torch.randn(numel, generator=torch.Generator().manual_seed(i))) for i in range(3)]
+    whole = torch.empty(numel)
+    if contributors:
+        codec.reduce_contributors(payloads, whole)
+    else:
+        codec.reduce(payloads, whole, mean=True)
+    out, reached = torch.full((numel,), torch.nan), 0
+    for here, piece in codec.means(payloads, numel, contributors=contributors):
+        assert here.start == reached and piece.numel() == here.stop - here.start
+        out[here], reached = piece, here.stop
+    assert reached == numel and torch.equal(out, whole)
 
 
 @pytest.mark.parametrize("codec", ALL, ids=str)

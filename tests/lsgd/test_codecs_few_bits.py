@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lsgd import kernels
-from lsgd.codecs import Codec, codec_of
+from lsgd.codecs import Codec, blocks, codec_of
 from lsgd.codecs.base import flags_of
 from lsgd.codecs.blocks import Blockwise
 from lsgd.codecs.topk import TopK
@@ -170,13 +170,15 @@ def without_kernels(monkeypatch) -> None:
 
 
 def made_of(codec: Codec, x: torch.Tensor, alpha: float) -> tuple[list[torch.Tensor], int]:
-    """The payload, what it decodes to, and what is added to, as bits; and the flag."""
+    """The payload, what it decodes to, what is added to, and what rounding lost, as bits; and the flag."""
     payload, out, added = codec.empty(x.numel(), x.device), torch.empty_like(x), torch.linspace(-1, 1, x.numel())
+    left, again = x.clone(), codec.empty(x.numel(), x.device)
     added[::3] = -0.0
     codec.encode(x, payload)
     codec.decode(payload, out)
     codec.decode_add(payload, added, alpha)
-    return [payload, *(t.nan_to_num(7.0).view(torch.int32) for t in (out, added))], int(flags_of(payload))
+    codec.encode_and_subtract(left, again)
+    return [payload, again, *(t.nan_to_num(7.0).view(torch.int32) for t in (out, added, left))], int(flags_of(payload))
 
 
 @pytest.mark.parametrize(
@@ -195,12 +197,14 @@ def made_of(codec: Codec, x: torch.Tensor, alpha: float) -> tuple[list[torch.Ten
 @pytest.mark.parametrize("bad", [1.0, math.nan, -math.inf])
 def test_torch_makes_what_the_kernels_make(text, bad, monkeypatch):
     """As on GPUs, and where llvmlite is missing; with a part of a block at the end, and in what is added to."""
+    monkeypatch.setattr(blocks, "KERNELS_PIECE", 1 << 14)
     x = vector((1 << 16) + 2100, 1.0, 6)
     x[5000] = bad
     by_kernels = made_of(codec_of(text), x, -0.3)
     without_kernels(monkeypatch)
     by_torch = made_of(codec_of(text), x, -0.3)
     assert by_kernels[1] == by_torch[1] == (not math.isfinite(bad))
+    assert torch.equal(by_kernels[0][0], by_kernels[0][1])
     assert all(map(torch.equal, by_kernels[0], by_torch[0]))
 
 
