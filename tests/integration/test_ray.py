@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("ray", reason="pip install 'lsgd[ray]'")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 ROOT = Path(__file__).parents[2]
-SILENCE_S = 600  # Ray takes minutes to start workers on a busy machine, and says nothing meanwhile
 
 
 @pytest.fixture(scope="module")
@@ -21,26 +20,12 @@ def out(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ray")
     own = {"PYTHONPATH": str(ROOT), "LSGD_KEYS": str(folder / "keys"), "RAY_USAGE_STATS_ENABLED": "0"}
     own["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "30"  # how long it waits for a node that is gone
-    command = [sys.executable, "-m", "tests.integration.on_ray", str(folder)]
+    own["RAY_worker_niceness"] = "0"  # at Ray's 15 a busy machine leaves its workers next to nothing
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, env={**os.environ, **own}, stdout=log, stderr=log, cwd=ROOT)
-    try:
-        assert ended(process, folder / "log") == 0, (folder / "log").read_text()[-10_000:]
-    finally:
-        process.kill()
-        process.wait()
+        command = [sys.executable, "-m", "tests.integration.on_ray", str(folder)]
+        done = subprocess.run(command, env={**os.environ, **own}, stdout=log, stderr=log, cwd=ROOT, timeout=1100)
+    assert done.returncode == 0, (folder / "log").read_text()[-10_000:]
     return folder
-
-
-def ended(process: subprocess.Popen, log: Path) -> int:
-    """Wait while the log grows, but for what a part of Ray repeats every second; return the exit status."""
-    seen = 0
-    while True:
-        try:
-            return process.wait(SILENCE_S)
-        except subprocess.TimeoutExpired:
-            before, seen = seen, sum("(PlacementGroupCleaner" not in line for line in log.read_text().splitlines())
-            assert seen > before, f"nothing new in {SILENCE_S} s: {log.read_text()[-10_000:]}"
 
 
 def starts(folder: Path, rank: int) -> list[dict]:
