@@ -16,10 +16,10 @@ from lsgd.lazy import Tensor, torch
 from lsgd.payload import FLAGS_OFFSET, HEADER_NBYTES
 
 PIECE: Final = 1 << 15
-"""Elements at a time on a CPU in torch, whose temporaries should fit into a core's cache,"""
+"""Elements that torch processes at a time on a CPU: its temporaries fit into a core's cache."""
 
 KERNELS_PIECE: Final = 1 << 18
-"""and when one kernel after the other works on the same elements, on all cores."""
+"""Elements on which one kernel after the other works, on all cores: the next one finds them in the cache."""
 
 _GATHER: Final = 0x0102040810204080  # times eight bytes of 0 or 1 puts their bits, in order, in the highest byte
 _SPREAD: Final = 0x8040201008040201 - (1 << 64)  # bit i of byte i
@@ -113,11 +113,10 @@ class Blockwise(Codec):
         """Write the sum or mean of vectors, in one pass if the kernels can."""
         kernels, taken = self._kernels(out.device, out.numel())
         check_vector(out)
-        if out.dtype != torch.float32:
-            super().reduce(payloads, out, mean=mean)
-        elif kernels is not None and kernels.reduces:
+        in_float32 = out.dtype == torch.float32
+        if in_float32 and kernels is not None and kernels.reduces:
             kernels.reduce(self._sum(payloads, taken, mean=mean), out)
-        elif self._can_be_cut(out.numel(), out.device):
+        elif in_float32 and self._can_be_cut(out.numel(), out.device):
             for here, vectors in self._side_by_side(payloads, out.numel()):
                 self._add_up(vectors, out[here], mean=mean)
         else:
