@@ -28,7 +28,7 @@ from lsgd.settings import Schedule, setting
 
 log = logging.getLogger(__name__)
 
-PIECE_NUMEL = 1 << 18
+PIECE_NUMEL = 1 << 19
 """Elements of a change that are measured at a time."""
 
 
@@ -436,13 +436,18 @@ def _any(changes: Flat, group: Group) -> bool:
 
 
 def _squared(vectors: Iterable[Tensor]) -> Tensor:
-    """Return the squared length of a change, float64; each piece's in float32, or in float64 if that is its dtype.
+    """Return the squared length of a change, float64, computed in pieces; finite exactly if all elements are.
 
-    It is finite if all elements are, and none is so large (1e19) that its square is not.
+    In float32 its last bits, and then the factor's, would depend on how the model is sharded.
     """
-    pieces = (piece for x in vectors for piece in torch.split(x, PIECE_NUMEL))
-    wide = (piece.to(torch.promote_types(piece.dtype, torch.float32)) for piece in pieces)
-    return torch.stack([torch.dot(x, x) for x in wide]).to(torch.float64).sum()
+    found, room = [], None
+    for piece in (piece for x in vectors for piece in torch.split(x, PIECE_NUMEL)):
+        if room is None or len(room) < len(piece):
+            device = piece.device if room is None else room.device
+            room = torch.empty(len(piece), dtype=torch.float64, device=device)
+        wide = room[: len(piece)].copy_(piece)
+        found.append(torch.dot(wide, wide))
+    return torch.stack(found).sum()
 
 
 def _is_finite(means: Sequence[Mean], measured: Sequence[float | Tensor]) -> Tensor:

@@ -86,7 +86,7 @@ class Codec:
         self.decode(payloads[0], out)
         for payload in payloads[1:]:
             self.decode_add(payload, out)
-        if mean:
+        if mean and len(payloads) > 1:
             out.mul_(1.0 / len(payloads))
 
     def reduce_contributors(self, payloads: Sequence[Tensor], out: Tensor) -> None:
@@ -99,18 +99,10 @@ class Codec:
             contributors.add_(part != 0)
         out.div_(contributors.clamp_(min=1))
 
-    def means(
-        self, payloads: Sequence[Tensor], numel: int, *, contributors: bool = False
-    ) -> Iterator[tuple[slice, Tensor]]:
-        """Yield what :meth:`reduce` or :meth:`reduce_contributors` writes in pieces, in order, each with its place.
-
-        The next piece may overwrite the last one.
-        """
+    def means(self, payloads: Sequence[Tensor], numel: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the mean of vectors in pieces, in order, each with its place; the next may overwrite the last."""
         out = torch.empty(numel, dtype=torch.float32, device=payloads[0].device)
-        if contributors:
-            self.reduce_contributors(payloads, out)
-        else:
-            self.reduce(payloads, out, mean=True)
+        self.reduce(payloads, out, mean=True)
         yield slice(0, numel), out
 
     def reduce_encode(

@@ -122,13 +122,11 @@ class Blockwise(Codec):
         else:
             super().reduce(payloads, out, mean=mean)
 
-    def means(
-        self, payloads: Sequence[Tensor], numel: int, *, contributors: bool = False
-    ) -> Iterator[tuple[slice, Tensor]]:
+    def means(self, payloads: Sequence[Tensor], numel: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield the mean of vectors in pieces, which share their memory where possible."""
         device = payloads[0].device
-        if contributors or not self._can_be_cut(numel, device):
-            yield from super().means(payloads, numel, contributors=contributors)
+        if not self._can_be_cut(numel, device):
+            yield from super().means(payloads, numel)
             return
         room = torch.empty(min(numel, KERNELS_PIECE), dtype=torch.float32, device=device)
         for here, vectors in self._side_by_side(payloads, numel):

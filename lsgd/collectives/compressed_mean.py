@@ -15,8 +15,8 @@ from lsgd.lazy import Tensor, torch
 Mean: TypeAlias = "Callable[[], Iterator[tuple[slice, Tensor]]]"
 """Yields a mean in pieces, in order, each with its place; it may be called again.
 
-One that came in a codec is decoded each time, so that it never takes as much memory as the model. The next piece may
-overwrite the last one.
+One that came in a codec is decoded each time, in pieces if the codec can, so that it takes no memory in between. The
+next piece may overwrite the last one.
 """
 
 DENSE_GATHERED, SPARSE_GATHERED = 2, 5
@@ -55,7 +55,7 @@ class CompressedMean:
     def __call__(self, x: Tensor, seed: tuple[object, ...], feedback: ErrorFeedback, decay: float) -> Mean:
         """Return the mean of ``x``, float32, which becomes memory of this.
 
-        The other arguments and errors are those of :class:`QuantizedAllReduce`.
+        The other arguments and errors are those of :meth:`QuantizedAllReduce.payloads`.
         """
         if self._number < self._group.size:
             x.mul_(self._number / self._group.size)
@@ -92,9 +92,13 @@ class CompressedMean:
         """Send this member's payload to all others; the mean is that of all payloads in rank order."""
         codec = self._codec
         payloads = [codec.empty(x.numel(), x.device) for _ in range(group.size)]
-        codec.encode_and_subtract(feedback.added_to(x, decay, in_place=True), payloads[group.rank])
+        codec.encode_and_subtract(feedback.added_in_place(x, decay), payloads[group.rank])
         group.all_gather(payloads, payloads[group.rank]).wait()
-        return partial(codec.means, payloads, x.numel(), contributors=self._contributors)
+        if not self._contributors:
+            return partial(codec.means, payloads, x.numel())
+        mean = torch.empty_like(x)
+        codec.reduce_contributors(payloads, mean)
+        return whole(mean)
 
 
 def whole(x: Tensor) -> Mean:

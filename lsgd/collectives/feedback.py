@@ -24,16 +24,16 @@ class ErrorFeedback:
         self._next_residual: Tensor | None = None
         self._next_results: dict[int, Tensor] = {}
 
-    def added_to(self, x: Tensor, decay: float = 1.0, *, in_place: bool = False) -> Tensor:
-        """Return ``x + decay residual``, float32, from which the exchange subtracts what it sends.
-
-        With ``in_place`` that is ``x`` itself, which then belongs to this.
-        """
-        if in_place:
-            self._next_residual = x
-        elif self._next_residual is None:
+    def added_to(self, x: Tensor) -> Tensor:
+        """Return ``x`` plus the residual, float32, from which the exchange subtracts what it sends."""
+        if self._next_residual is None:
             self._next_residual = torch.empty_like(self.residual)
-        return torch.add(x, self.residual, alpha=decay, out=self._next_residual)
+        return torch.add(x, self.residual, out=self._next_residual)
+
+    def added_in_place(self, x: Tensor, decay: float) -> Tensor:
+        """Do the same with ``decay`` times the residual, in float32 ``x`` itself, which then belongs to this."""
+        self._next_residual = x.add_(self.residual, alpha=decay)
+        return x
 
     def added_to_result(self, result: Tensor, start: int) -> Tensor:
         """Add what the last result at ``start`` lost to ``result`` and return it, for the exchange to do the same."""

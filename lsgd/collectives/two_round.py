@@ -88,45 +88,21 @@ class QuantizedAllReduce:
         self._free: dict[tuple[int, torch.dtype, torch.device], list[Sequence[_Segment]]] = defaultdict(list)
 
     def __call__(
-        self,
-        x: Tensor,
-        out: Tensor,
-        seed: tuple[object, ...],
-        feedback: ErrorFeedback | None = None,
-        decay: float = 1.0,
+        self, x: Tensor, out: Tensor, seed: tuple[object, ...], feedback: ErrorFeedback | None = None
     ) -> Tensor:
         """Write the sum or mean of all members' ``x`` to ``out``, which may be ``x``.
 
         Both are contiguous vectors of the same size on all members, float32, float16, bfloat16 or float64 (which is
         rounded to float32). The seed of rounding depends on ``seed``, segment, rank, stage and chunk. The caller
-        commits ``feedback``, whose residual times ``decay`` is added to ``x``. After an ExchangeError, ``out`` is
-        undefined.
+        commits ``feedback``, whose residual is added to ``x``. After an ExchangeError, ``out`` is undefined.
 
         Returns:
             int32, shape (1,): non-zero if a member's ``x`` had NaN or Inf, equal on all members; 0 with one member.
         """
-        return _completed(self.stages(x, out, seed, feedback, decay))
-
-    def payloads(
-        self, x: Tensor, seed: tuple[object, ...], feedback: ErrorFeedback, decay: float = 1.0
-    ) -> Sequence[tuple[slice, Tensor]]:
-        """Do the same with several members, and return the result's payloads, in order, and what each is of.
-
-        ``x``, float32, becomes ``feedback``'s next residual.
-        """
-        segments = self._new_segments(x)
-        sums = feedback.added_to(x, decay, in_place=True)
-        for transfer in _completed(self._exchange(sums, segments, seed, feedback)):
-            transfer.wait()
-        return [pair for each in segments for pair in zip(each.chunks, each.gathered, strict=True)]
+        return _completed(self.stages(x, out, seed, feedback))
 
     def stages(
-        self,
-        x: Tensor,
-        out: Tensor,
-        seed: tuple[object, ...],
-        feedback: ErrorFeedback | None = None,
-        decay: float = 1.0,
+        self, x: Tensor, out: Tensor, seed: tuple[object, ...], feedback: ErrorFeedback | None = None
     ) -> Generator[None, None, Tensor]:
         """Do the same in three stages: yield between them, while payloads travel, and return the same at the end.
 
@@ -135,7 +111,7 @@ class QuantizedAllReduce:
         (:class:`lsgd.collectives.pipeline.Pipeline`). ``x``, ``out`` and ``feedback`` belong to this until it ends.
         """
         if feedback is not None:
-            x = feedback.added_to(x, decay)
+            x = feedback.added_to(x)
         elif x.dtype == torch.float64:
             x = x.to(torch.float32)
         if self.group.size == 1:
@@ -155,6 +131,20 @@ class QuantizedAllReduce:
         found = torch.stack(flags).amax(0)
         free.append(segments)
         return found
+
+    def payloads(
+        self, x: Tensor, seed: tuple[object, ...], feedback: ErrorFeedback, decay: float
+    ) -> Sequence[tuple[slice, Tensor]]:
+        """Exchange ``x``, float32, and return the result's payloads, in order, each with its place.
+
+        The group has several members. ``decay`` times the residual of ``feedback`` is added to ``x``, which becomes
+        the next one. Raises ExchangeError.
+        """
+        segments = self._new_segments(x)
+        sums = feedback.added_in_place(x, decay)
+        for transfer in _completed(self._exchange(sums, segments, seed, feedback)):
+            transfer.wait()
+        return [pair for each in segments for pair in zip(each.chunks, each.gathered, strict=True)]
 
     def _exchange(
         self, x: Tensor, segments: Sequence[_Segment], seed: tuple[object, ...], feedback: ErrorFeedback | None

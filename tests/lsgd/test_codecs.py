@@ -113,17 +113,13 @@ def test_the_other_verbs_are_made_of_encode_and_decode(codec, dtype, numel):
 
 @pytest.mark.parametrize("codec", ALL, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 500, 70_000])
-@pytest.mark.parametrize("contributors", [False, True])
-def test_a_mean_in_pieces(codec, numel, contributors, monkeypatch):
+def test_a_mean_in_pieces(codec, numel, monkeypatch):
     monkeypatch.setattr(blocks, "KERNELS_PIECE", 1 << 14)
     payloads = [payload_of(codec, torch.randn(numel, generator=torch.Generator().manual_seed(i))) for i in range(3)]
     whole = torch.empty(numel)
-    if contributors:
-        codec.reduce_contributors(payloads, whole)
-    else:
-        codec.reduce(payloads, whole, mean=True)
+    codec.reduce(payloads, whole, mean=True)
     out, reached = torch.full((numel,), torch.nan), 0
-    for here, piece in codec.means(payloads, numel, contributors=contributors):
+    for here, piece in codec.means(payloads, numel):
         assert here.start == reached and piece.numel() == here.stop - here.start
         out[here], reached = piece, here.stop
     assert reached == numel and torch.equal(out, whole)

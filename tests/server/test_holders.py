@@ -42,6 +42,20 @@ def test_the_last_holders_are_not_evicted_when_all_are_silent() -> None:
     assert bench.ledger.count == 4 and isinstance(bench.got["01"][-1], Go)
 
 
+def test_holders_that_fall_silent_together_are_not_evicted_one_by_one() -> None:
+    bench = trained("00", "01")
+    back = fall_silent(bench, "01")
+    bench.tick(2)
+    back |= fall_silent(bench, "00")
+    bench.tick(9)  # one's lease is over, and the other has not been heard for most of its own
+    assert len(bench.roster.members) == 2 and bench.notes == []
+    bench.tick(2)
+    assert len(bench.roster.members) == 2 and bench.codes == ["all_silent"]
+    bench.incarnations |= back
+    bench.ask_all("00", "01")
+    assert bench.ledger.count == 4
+
+
 def test_a_silent_worker_is_evicted_while_another_has_the_model() -> None:
     bench = trained("00", "01")
     fall_silent(bench, "01")
