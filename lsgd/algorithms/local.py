@@ -17,7 +17,7 @@ from lsgd.algorithms.common import Periodic, block, codec, delay, hierarchical, 
 from lsgd.algorithms.delayed import Delayed
 from lsgd.algorithms.outliers import FEWEST, PATIENCE, SUMS, Outliers
 from lsgd.codecs import Codec, codec_of
-from lsgd.collectives.compressed_mean import CompressedMean, Mean, sent_nbytes, whole
+from lsgd.collectives.compressed_mean import CompressedMean, Mean, in_memory, sent_nbytes
 from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.group import Group
 from lsgd.collectives.two_round import chunk_bounds
@@ -255,7 +255,7 @@ class LocalSGD(Delayed):
         for x, c in self._parts(fragment, parameters, self.common):
             change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
             changes.append(zero_unless(finite, torch.sub(x, c, out=change)) if counts else change.zero_())
-        means = [whole(change) for change in changes]
+        means = [in_memory(change) for change in changes]
         measured: list[float | Tensor] = [0.0 for _ in range(SUMS * group.size)]
 
         def transfer() -> None:
@@ -296,7 +296,7 @@ class LocalSGD(Delayed):
         if self._mean is None:
             change.div_(group.size)
             group.all_reduce(change).wait()
-            return whole(change)
+            return in_memory(change)
         seed = (self._run, order.id, index)
         return self._mean(change, seed, self._feedback[fragment][index], self.settings.error_decay)
 
@@ -442,9 +442,8 @@ def _squared(vectors: Iterable[Tensor]) -> Tensor:
     """
     found, room = [], None
     for piece in (piece for x in vectors for piece in torch.split(x, PIECE_NUMEL)):
-        if room is None or len(room) < len(piece):
-            device = piece.device if room is None else room.device
-            room = torch.empty(len(piece), dtype=torch.float64, device=device)
+        if room is None:
+            room = torch.empty(PIECE_NUMEL, dtype=torch.float64, device=piece.device)
         wide = room[: len(piece)].copy_(piece)
         found.append(torch.dot(wide, wide))
     return torch.stack(found).sum()

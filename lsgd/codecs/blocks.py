@@ -50,7 +50,7 @@ class Blockwise(Codec):
 
     def encode_and_subtract(self, x: Tensor, payload: Tensor, seed: int | None = None) -> None:
         """Write the parts of each block, and leave what rounding lost."""
-        if self._key(seed) is not None or not self._can_be_cut(x.numel(), x.device):
+        if self._key(seed) is not None:
             super().encode_and_subtract(x, payload, seed)
             return
         check_vector(x)
@@ -113,19 +113,19 @@ class Blockwise(Codec):
         """Write the sum or mean of vectors, in one pass if the kernels can."""
         kernels, taken = self._kernels(out.device, out.numel())
         check_vector(out)
-        in_float32 = out.dtype == torch.float32
-        if in_float32 and kernels is not None and kernels.reduces:
+        if out.dtype != torch.float32:
+            super().reduce(payloads, out, mean=mean)
+        elif kernels is not None and kernels.reduces:
             kernels.reduce(self._sum(payloads, taken, mean=mean), out)
-        elif in_float32 and self._can_be_cut(out.numel(), out.device):
+        else:
             for here, vectors in self._side_by_side(payloads, out.numel()):
                 self._add_up(vectors, out[here], mean=mean)
-        else:
-            super().reduce(payloads, out, mean=mean)
 
     def means(self, payloads: Sequence[Tensor], numel: int) -> Iterator[tuple[slice, Tensor]]:
         """Yield the mean of vectors in pieces, which share their memory where possible."""
         device = payloads[0].device
-        if not self._can_be_cut(numel, device):
+        kernels, _ = self._kernels(device, numel)
+        if not numel or not self._is_cut(numel, device) or (kernels is not None and kernels.reduces):
             yield from super().means(payloads, numel)
             return
         room = torch.empty(min(numel, KERNELS_PIECE), dtype=torch.float32, device=device)
@@ -133,12 +133,6 @@ class Blockwise(Codec):
             out = room[: here.stop - here.start]
             self._add_up(vectors, out, mean=True)
             yield here, out
-
-    def _can_be_cut(self, numel: int, device: torch.device) -> bool:
-        """Whether to process a vector in pieces: a CPU's cache holds one for the next operation."""
-        kernels, _ = self._kernels(device, numel)
-        reduces = kernels is not None and kernels.reduces
-        return device.type == "cpu" and numel > 0 and self.width(numel) == self.unit and not reduces
 
     def _side_by_side(
         self, payloads: Sequence[Tensor], numel: int
@@ -226,12 +220,15 @@ class Blockwise(Codec):
     ) -> Iterator[tuple[slice, *tuple[Tensor, ...]]]:
         """Yield the elements, at most so many on a CPU, and the bytes of the parts, to work on at a time."""
         whole = math.lcm(self.unit, 8)  # so that every part has whole bytes
-        cut = device.type == "cpu" and self.width(stop) == self.unit
-        step = max(most // whole, 1) * whole if cut else max(stop - start, 1)
+        step = max(most // whole, 1) * whole if self._is_cut(stop, device) else max(stop - start, 1)
         for first in range(start, stop, step):
             last = min(first + step, stop)
             sizes = zip(parts, self.sizes(first), self.sizes(last), strict=True)
             yield slice(first, last), *(part[begin:end] for part, begin, end in sizes)
+
+    def _is_cut(self, numel: int, device: torch.device) -> bool:
+        """Whether to process a vector in pieces: a CPU's cache holds one, and its blocks do not depend on the rest."""
+        return device.type == "cpu" and self.width(numel) == self.unit
 
     # ---- for each codec --------------------------------------------------------------------------------------
 

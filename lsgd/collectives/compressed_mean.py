@@ -62,7 +62,7 @@ class CompressedMean:
         if self._node is not None:
             self._node.all_reduce(x).wait()
         if self._number == 1:
-            return whole(x)
+            return in_memory(x)
         if self._units is not None:
             mean = self._across(x, self._units, seed, feedback, decay)
             if self._node is None:
@@ -72,7 +72,7 @@ class CompressedMean:
                 x[here] = piece
         assert self._node is not None
         self._node.broadcast(x, 0)
-        return whole(x)
+        return in_memory(x)
 
     def _across(self, x: Tensor, group: Group, seed: tuple[object, ...], feedback: ErrorFeedback, decay: float) -> Mean:
         """Return the mean over units; ``x`` becomes what rounding lost of it."""
@@ -98,9 +98,9 @@ class CompressedMean:
             return partial(codec.means, payloads, x.numel())
         mean = torch.empty_like(x)
         codec.reduce_contributors(payloads, mean)
-        return whole(mean)
+        return in_memory(mean)
 
 
-def whole(x: Tensor) -> Mean:
+def in_memory(x: Tensor) -> Mean:
     """Return a mean that is in memory."""
     return lambda: iter([(slice(0, x.numel()), x)])

@@ -384,10 +384,10 @@ class Roster:
         if self.spared and quiet_s <= run.lease_s:  # one is back: the messages of the others are on their way
             for member in holders:
                 member.heard_at = max(member.heard_at, now - quiet_s)
-        waits = quiet_s <= max(run.lease_s, run.server_timeout_s)
-        self.spared = set(holders) if waits and quiet_s > run.lease_s else set()
         # Those who fall silent together have said their last words at different times: none goes before it is known.
-        together = set(holders) if waits and quiet_s > run.lease_s / 2 else set()
+        waits = run.lease_s / 2 < quiet_s <= max(run.lease_s, run.server_timeout_s)
+        together = set(holders) if waits else set()
+        self.spared = together if quiet_s > run.lease_s else set()
         return [m for m in self.members.values() if now - m.heard_at > run.lease_s and m not in together]
 
     def begin_generation(

@@ -126,6 +126,16 @@ def test_a_mean_in_pieces(codec, numel, monkeypatch):
 
 
 @pytest.mark.parametrize("codec", ALL, ids=str)
+def test_what_rounding_lost_of_a_vector_of_several_pieces(codec, monkeypatch):
+    monkeypatch.setattr(blocks, "KERNELS_PIECE", 1 << 14)
+    x = torch.randn(70_000, generator=torch.Generator().manual_seed(1))
+    left, payload = x.clone(), codec.empty(x.numel(), x.device)
+    codec.encode_and_subtract(left, payload)
+    assert torch.equal(payload, payload_of(codec, x))
+    assert torch.equal(left, x - decoded(codec, payload, x.numel()))
+
+
+@pytest.mark.parametrize("codec", ALL, ids=str)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_is_flagged_and_comes_out_as_nan(codec, bad):
     x = torch.linspace(-1, 1, 200)
