@@ -34,7 +34,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, target: float, path: Pat
     """
     optimizers = {row["optimizer"] for row in rows}
     rows = [row for row in rows if row["method"] in SHOWN and (len(optimizers) == 1 or row["seed"] == 0)]
-    figure = Figure(figsize=(8, 4.8), layout="constrained")
+    figure = Figure(figsize=(8, 5.6), layout="constrained")
     axes = figure.subplots()
     named = set()
     for row in sorted(rows, key=lambda r: (list(SHOWN).index(r["method"]), r["optimizer"])):
@@ -52,6 +52,6 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, target: float, path: Pat
     axes.set_ylabel(f"test {'loss' if losses else 'accuracy'} of the models' average")
     axes.set_title(f"{title}\ntarget: {target:g}, the black line", fontsize=11)
     axes.grid(True, which="both", alpha=0.25)
-    axes.legend(loc="upper right" if losses else "lower right", fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
