@@ -42,6 +42,8 @@ OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     ),
     "local-8bit": lambda period: PlainLocal(period=period, compression="minmax8"),
     "local-2bit": lambda period: LocalSettings(period=period, compression="levels2"),
+    "local-2bit-delay": lambda period: LocalSettings(period=period, compression="levels2", delay=period // 3, keep=1.0),
+    "local-2bit-delay-half": lambda period: LocalSettings(period=period, compression="levels2", delay=period // 3),
     "local-2bit-plain": lambda period: PlainLocal(period=period, compression="levels2"),
     "local-1bit": lambda period: LocalSettings(period=period, compression="levels1"),
     "local-2bit-fragments": lambda period: LocalSettings(
@@ -83,6 +85,7 @@ LABELS: Mapping[str, str] = {
     "torchft-diloco": "torchft DiLoCo",
     "default": "lsgd with its defaults",
     "local-2bit": "lsgd local, 2 bits",
+    "local-2bit-delay": "lsgd local, 2 bits, delay",
     "local-8bit": "lsgd local, 8 bits",
     "leader": "lsgd leader",
     "leader-8bit": "lsgd leader, 8 bits",

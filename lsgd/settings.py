@@ -58,6 +58,7 @@ class Schedule(NamedTuple):
         lockstep: every iteration is a round, so all workers make the same number of them.
         identical: all workers have the same model at all times; a generation begins with one member's model for all.
         election: who leads a round, a rule of :mod:`lsgd.election`.
+        delay: iterations from a round until its result is applied.
     """
 
     period: int
@@ -65,6 +66,7 @@ class Schedule(NamedTuple):
     lockstep: bool = False
     identical: bool = False
     election: str = "loss"
+    delay: int = 0
 
 
 @dataclass(frozen=True)

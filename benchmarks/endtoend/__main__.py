@@ -42,7 +42,8 @@ METHODS = (
     *(ONE_MACHINE, ONE_MACHINE_SAMPLES),
     *BASELINES,
     *(ALONE, DEFAULT),
-    *("leader", "leader-8bit", "leader-8bit-delay", "local-8bit", "local-2bit", "diloco", "sparse"),
+    *("leader", "leader-8bit", "leader-8bit-delay", "local-8bit", "local-2bit", "local-2bit-delay"),
+    *("diloco", "sparse"),
     *("low_precision_decentralized", "bytegrad"),
 )
 QUICK_METHODS = ("ddp", "ddp-powersgd1", "post-local-sgd", "leader-8bit", "local-8bit", "bytegrad")

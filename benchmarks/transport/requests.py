@@ -28,6 +28,9 @@ STORE_PORT, REQUEST_PORT = 29660, 29661
 REQUEST_NBYTES = 200
 PAUSE_S = 0.05
 IDLE = "nothing"
+FEWEST = 2
+"""Requests of each case, at least: fewer have no percentiles."""
+
 DEADLINE_S = 600.0
 
 
@@ -52,6 +55,11 @@ class Requests(threading.Thread):
         self.seconds: dict[str, list[float]] = {}
         self._connection = socket.create_connection((address, REQUEST_PORT))
         self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    @property
+    def enough(self) -> bool:
+        """Whether enough requests were beside what is there now."""
+        return len(self.seconds.get(self.beside, ())) >= FEWEST
 
     def run(self) -> None:
         """Send and wait."""
@@ -87,11 +95,16 @@ def member(rank: int, sender: str, address: str, nbytes: int, idle_s: float) -> 
     if requests is not None:
         requests.start()
         time.sleep(idle_s)
+        while not requests.enough:
+            time.sleep(PAUSE_S)
     for transport, group in groups.items():
         if requests is not None:
             requests.beside = transport
-        group.exchange(*(({1: x}, {}) if rank == 0 else ({}, {0: x})))
-        group.all_reduce(torch.zeros(1)).wait()  # all has arrived
+        enough = torch.zeros(1)
+        while not enough:
+            group.exchange(*(({1: x}, {}) if rank == 0 else ({}, {0: x})))
+            enough.fill_(requests is not None and requests.enough)
+            group.all_reduce(enough).wait()  # all has arrived
     if requests is not None:
         requests.over = True
         requests.join()

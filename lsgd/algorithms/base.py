@@ -73,6 +73,9 @@ class Algorithm:
     counts: bool = True
     """Whether this member's model counts in the consensus at the end of the run."""
 
+    transfer_s: float = 0.0
+    """Seconds that the last exchange took, as far as training can hide it; work that is left to a GPU is not in it."""
+
     spans_backward: ClassVar[bool] = False
     """Whether :meth:`after_backward` completes a round; otherwise :meth:`before_forward` does."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from lsgd.codecs import CODECS, OWN_BLOCK, Codec, codec_of
 from lsgd.errors import ConfigError
@@ -16,6 +16,12 @@ GAIN = 0.7
 
 HALF, LONGEST_HALF = 0.6, 256
 """The period that halves this gain: so many times the root of a worker's steps in the run, and at most so many."""
+
+STALE = 1.5
+"""A step of delay costs in learning what so many steps more between exchanges do."""
+
+BESIDE = 0.3
+"""Share of its time that a transfer beside training still costs, in processor time and memory bandwidth."""
 
 LONGEST_PERIOD, SMALLEST_RATE = 1 << 20, 1e-30
 """Bounds of :func:`quadratic_period` when the learning rate falls to 0."""
@@ -81,19 +87,36 @@ def quadratic_period(coefficient: float, rate: float) -> int:
     return int(min((coefficient / max(rate, SMALLEST_RATE)) ** 2, LONGEST_PERIOD))
 
 
-def period_cost(period: int, exchange_steps: float, workers: int, steps: float = math.inf) -> float:
-    """Return how long a run takes with this period, over workers that exchange in every step for nothing.
+class Exchange(NamedTuple):
+    """How long a round takes, over the time of a step.
 
-    It is the product of two costs. An exchange that takes as long as ``exchange_steps`` steps makes a step longer, by
-    ``exchange_steps / period``. And with rare exchanges more steps are needed: of what N workers gain over one,
-    ``0.7 (N - 1)`` machines' worth, ``period / (period + h)`` is lost. So a period of h loses half of it, and an
-    endless one leaves N workers with what one machine learns. h is 0.6 times the root of a worker's ``steps``, those in
-    the whole run.
+    Attributes:
+        waiting: the part that nothing hides: until all have come, and the servers have said so.
+        transfer: the part that training can hide.
+    """
+
+    waiting: float
+    transfer: float = 0.0
+
+    def cost(self, delay: int) -> float:
+        """Return how many steps' time it costs if its result is applied so many steps later."""
+        hidden = min(self.transfer, delay)
+        return self.waiting + self.transfer - hidden + BESIDE * hidden
+
+
+def period_cost(period: int, exchange: Exchange, workers: int, steps: float = math.inf, *, delay: int = 0) -> float:
+    """Return how long a run takes with this period and delay, over workers that exchange in every step for nothing.
+
+    It is the product of two costs. An exchange makes a step longer, by ``exchange.cost(delay) / period``. And with rare
+    exchanges more steps are needed: of what N workers gain over one, ``0.7 (N - 1)`` machines' worth,
+    ``rare / (rare + h)`` is lost, with ``rare = period + 1.5 delay``. So a period of h loses half of it, and an endless
+    one leaves N workers with what one machine learns. h is 0.6 times the root of a worker's ``steps``, those in the
+    whole run.
 
     The constants are fits to trainings of one to four workers (benchmarks/results/convergence.md).
     """
-    half = half_period(steps)
-    return (1 + exchange_steps / period) * (1 + GAIN * (max(workers, 2) - 1) * period / (period + half))
+    rare = period + STALE * delay
+    return (1 + exchange.cost(delay) / period) * (1 + GAIN * (max(workers, 2) - 1) * rare / (rare + half_period(steps)))
 
 
 def half_period(steps: float) -> float:
@@ -101,10 +124,10 @@ def half_period(steps: float) -> float:
     return max(1.0, min(HALF * math.sqrt(steps), LONGEST_HALF))
 
 
-def best_period(exchange_steps: float, workers: int, steps: float = math.inf) -> int:
-    """Return the period of the least :func:`period_cost`, at most twice the one that halves the gain."""
-    periods = range(1, int(2 * half_period(steps)) + 1)
-    return min(periods, key=lambda period: period_cost(period, exchange_steps, workers, steps))
+def best_period(exchange: Exchange, workers: int, steps: float = math.inf, *, delay: int = 0) -> int:
+    """Return the period of the least :func:`period_cost`: above the delay, and at most twice what halves the gain."""
+    periods = range(delay + 1, max(int(2 * half_period(steps)), delay + 1) + 1)
+    return min(periods, key=lambda period: period_cost(period, exchange, workers, steps, delay=delay))
 
 
 def hierarchical() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from lsgd.algorithms.base import Algorithm, Commit, Flat
@@ -32,7 +33,9 @@ class Delayed(Algorithm):
     ) -> Commit | None:
         """Begin a transfer; what ``land`` returns is committed ``delay`` steps later, with 0 by the caller."""
         if not delay:
+            began_at = time.perf_counter()
             transfer()
+            self.transfer_s = time.perf_counter() - began_at
             return land(parameters)
         self._land, self._steps_left = land, delay
         self._background.start(transfer, parameters[0].device if parameters else torch.device("cpu"))
@@ -59,7 +62,7 @@ class Delayed(Algorithm):
         land, self._land = self._land, None
         if land is None:
             return None
-        self._background.finish()
+        self.transfer_s = self._background.finish()
         commit, self._land = land(parameters), land
 
         def change(*sums: float) -> None:

@@ -68,7 +68,7 @@ class LeaderSettings(Periodic):
 
     def schedule(self) -> Schedule:
         """Return the global and the local period."""
-        return Schedule(self.period or self.local_period, self.local_period, election=self.election)
+        return Schedule(self.period or self.local_period, self.local_period, election=self.election, delay=self.delay)
 
     def with_period(self, period: int) -> Self:
         """Return the settings with this period, rounded up to a multiple of ``local_period``.

@@ -63,11 +63,10 @@ class LocalSettings(Periodic):
     )
     delay: int = delay("apply the outer step's result")
     keep: float = setting(
-        0.5, "with delay: share of its own model that a worker keeps when it takes the common one", low=0, high=1
+        0.5, "with delay: share of its steps since the round that a worker keeps; 1 with Muon", low=0, high=1
     )
-
     drop_outliers: bool = setting(
-        True, "leave out members whose changes do not fit to the others', from three members on; not with delay"
+        True, "leave out members whose changes do not fit to the others', from three members on"
     )
 
     def __post_init__(self) -> None:
@@ -88,7 +87,7 @@ class LocalSettings(Periodic):
     def schedule(self) -> Schedule:
         """Exchange a fragment every ``period / fragments`` steps."""
         interval = (self.period or self._least_period) // self.fragments
-        return Schedule(interval, interval)
+        return Schedule(interval, interval, delay=self.delay)
 
     @property
     def _least_period(self) -> int:
@@ -188,9 +187,11 @@ class LocalSGD(Delayed):
     in the codec of ``compression`` with error feedback: a worker sends ``Q(x - c + decay e)``, and e becomes what Q
     lost. A member keeps e when others come and go.
 
-    With ``fragments``, each round does that for one of that many equal parts of the model, in turn. With ``delay``, d
-    is taken at the round and c changes that many steps later; then ``x ← keep x + (1 - keep) c`` (Streaming DiLoCo,
-    arXiv 2501.18512). A failed transfer changes nothing; the part's next round sends what this one would have sent.
+    With ``fragments``, each round does that for one of that many equal parts of the model, in turn (Streaming DiLoCo,
+    arXiv 2501.18512). With ``delay``, d is taken at the round and c changes that many steps later. With s the model of
+    the round, then ``x ← c + keep (x - s)``: ``keep`` is the share of the steps in between that a worker keeps, 1 in
+    CoCoD-SGD (arXiv 1906.12043). A failed transfer changes nothing; the part's next round sends what this one would
+    have sent.
 
     With ``drop_outliers``, :class:`Outliers` says whose changes do not count. The sum is divided by the others' number.
     """
@@ -252,9 +253,12 @@ class LocalSGD(Delayed):
         finite, counts = self.is_finite(parameters), group.rank not in self._new(order)
         fragment = order.exchanges % len(self._fragments)
         changes: list[Tensor] = []
-        for x, c in self._parts(fragment, parameters, self.common):
+        models = list(self._parts(fragment, parameters, self.common))
+        for x, c in models:
             change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
             changes.append(zero_unless(finite, torch.sub(x, c, out=change)) if counts else change.zero_())
+        if self.settings.delay:  # training changes them before the result is there
+            models = [(x.to(c.dtype, copy=True), c) for x, c in models]
         means = [in_memory(change) for change in changes]
         measured: list[float | Tensor] = [0.0 for _ in range(SUMS * group.size)]
 
@@ -269,19 +273,19 @@ class LocalSGD(Delayed):
             if own is not None:
                 product = torch.zeros_like(own)
                 if self._judges(group) and counts:
-                    product = zero_unless(finite, _product(self._parts(fragment, parameters, self.common), means))
+                    product = zero_unless(finite, _product(models, means))
                 squared = _squared(piece for mean in means for _, piece in mean())
                 sums = torch.stack([own, squared, product, torch.full_like(own, self._outliers.usual)])
                 gathered = [torch.empty_like(sums) for _ in range(group.size)]
                 group.all_gather(gathered, sums).wait()
                 measured[:] = gathered
 
-        land = partial(self._land_mean, group, order, means, measured, finite)
+        land = partial(self._land_mean, group, order, models, means, measured, finite)
         return self._begin(transfer, land, parameters, self.settings.delay)
 
     def _judges(self, group: Group) -> bool:
         """Whether members judge each other's changes."""
-        return self.settings.drop_outliers and not self.settings.delay and group.size >= FEWEST
+        return self.settings.drop_outliers and group.size >= FEWEST
 
     def _left_out(self, group: Group, order: Round) -> Collection[int]:
         """Return the ranks whose changes do not count in this round: outliers and newcomers."""
@@ -304,6 +308,7 @@ class LocalSGD(Delayed):
         self,
         group: Group,
         order: Round,
+        models: Sequence[tuple[Tensor, ...]],
         means: Sequence[Mean],
         measured: Sequence[float | Tensor],
         finite: Tensor,
@@ -331,18 +336,23 @@ class LocalSGD(Delayed):
             elif not found:
                 self._outer_step(fragment, means, scale)
             if spoilt or broken or not found:
-                self._take_common(fragment, parameters, whole=bool(broken))
+                self._take_common(fragment, parameters, models, whole=bool(broken))
 
         return Commit(change, (~finite, ~_is_finite(means, measured), 1.0, *measured))
 
-    def _take_common(self, fragment: int, parameters: Flat, *, whole: bool) -> None:
-        """Replace the model by the common one: the fragment, or the ``whole`` model if it is not finite."""
+    def _take_common(
+        self, fragment: int, parameters: Flat, models: Sequence[tuple[Tensor, ...]], *, whole: bool
+    ) -> None:
+        """Replace the model by the common one: the fragment, or the ``whole`` model if it is not finite.
+
+        ``models`` are those of the round; with a delay the model has trained since.
+        """
         if whole:
             copy_all(parameters, self.common)
             return
-        for x, c in self._parts(fragment, parameters, self.common):
+        for (x,), (exchanged, c) in zip(self._parts(fragment, parameters), models, strict=True):
             if self.settings.delay:
-                x.lerp_(c.to(x.dtype), 1 - self.settings.keep)
+                x.copy_(torch.sub(x, exchanged, out=exchanged).mul_(self.settings.keep).add_(c))
             else:
                 x.copy_(c)
 
@@ -457,10 +467,10 @@ def _is_finite(means: Sequence[Mean], measured: Sequence[float | Tensor]) -> Ten
     return first[1].isfinite()
 
 
-def _product(parts: Iterator[tuple[Tensor, ...]], means: Sequence[Mean]) -> Tensor:
+def _product(models: Sequence[tuple[Tensor, ...]], means: Sequence[Mean]) -> Tensor:
     """Return the scalar product of ``x - c`` and the mean change, computed in pieces; float64."""
     found = []
-    for (x, c), mean in zip(parts, means, strict=True):
+    for (x, c), mean in zip(models, means, strict=True):
         for here, piece in mean():
             triples = zip(*(torch.split(y, PIECE_NUMEL) for y in (x[here], c[here], piece)), strict=True)
             found += [torch.dot((new - old).to(change.dtype), change) for new, old, change in triples]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,7 +21,7 @@ class Background:
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._last: Future[None] | None = None
+        self._last: Future[float] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._thread: threading.Thread | None = None
 
@@ -33,7 +34,7 @@ class Background:
         """Run ``call`` after earlier calls, and after what is already queued on the current stream of ``device``."""
         if device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream, before, done = self._stream, self._last, Future[None]()
+        stream, before, done = self._stream, self._last, Future[float]()
         ready = torch.cuda.current_stream(device).record_event() if stream else None
 
         def run() -> None:  # without a reference to this object, which the thread would keep alive
@@ -43,11 +44,12 @@ class Background:
                 with torch.no_grad(), torch.cuda.stream(stream):  # None changes nothing
                     if stream is not None and ready is not None:
                         stream.wait_event(ready)
+                    began_at = time.perf_counter()
                     call()
             except BaseException as error:
                 done.set_exception(error)
             else:
-                done.set_result(None)
+                done.set_result(time.perf_counter() - began_at)
 
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._calls,), name="lsgd-exchange", daemon=True)
@@ -60,13 +62,16 @@ class Background:
         """Wait for all calls and return whether none has raised. :meth:`finish` is still due."""
         return self._last is None or self._last.exception() is None
 
-    def finish(self) -> None:
-        """Wait for all calls, and make the current stream wait for theirs; raise the first call's error."""
-        succeeded, last, self._last = self.succeeded(), self._last, None
+    def finish(self) -> float:
+        """Wait for all calls, and make the current stream wait for theirs; raise the first call's error.
+
+        Returns the seconds that the last call took; what it has left to a GPU is not in them.
+        """
+        self.succeeded()
+        last, self._last = self._last, None
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        if last is not None and not succeeded:
-            last.result()
+        return last.result() if last is not None else 0.0
 
     def close(self, within_s: float) -> None:
         """End the thread after all calls, and wait up to ``within_s`` seconds for that."""

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self, get_args
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
 
-PROTOCOL = 8
+PROTOCOL = 9
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
@@ -189,7 +189,8 @@ class Done(FromWorker):
 
     ``broken``: ranks of the round's generation that cannot reach each other, one pair after the other;
     ``sent_nbytes``: what it has sent in all rounds since it joined; ``missed``: in a probed round, the nodes that
-    cannot dial each other, as in :class:`Generation`; None if that is unknown; ``lacking``: as in :class:`Request`.
+    cannot dial each other, as in :class:`Generation`; None if that is unknown; ``lacking``: as in :class:`Request`;
+    ``transfer_s``: seconds of the last transfer beside training, if it was of an earlier round.
     """
 
     round: int
@@ -199,6 +200,7 @@ class Done(FromWorker):
     sent_nbytes: int = 0
     missed: tuple[int, ...] | None = None
     lacking: bool = False
+    transfer_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,11 +216,11 @@ class Coordinator:
             case Heartbeat():
                 member.spent = message
                 self._tell_again(member)
-            case Done(_, _, round_id, ok, error, broken, sent_nbytes, missed, lacking):
+            case Done(_, _, round_id, ok, error, broken, sent_nbytes, missed, lacking, transfer_s):
                 if missed is not None:
                     endings.found(self.state, member, round_id, missed)
                 if ok:
-                    endings.committed(self.state, member, round_id, sent_nbytes, lacking=lacking)
+                    endings.committed(self.state, member, round_id, sent_nbytes, transfer_s, lacking=lacking)
                 else:
                     endings.dropped(self.state, member, round_id, error, broken)
             case Pause():

@@ -6,10 +6,11 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from lsgd.algorithms.common import best_period, period_cost
+from lsgd.algorithms.common import Exchange, best_period, period_cost
 from lsgd.plan.plan import Phase, table_of
 from lsgd.server.reasons import Reason, Why
 from lsgd.settings import AlgorithmSettings
@@ -31,14 +32,24 @@ class Pace:
 
     Args:
         period: of the stretch, chosen or planned, without ramps; 1 before anything is measured.
-        rounds_s: durations of the last rounds.
+        rounds_s: durations of the last rounds, without what training hides of them, or can hide.
         steps_s: durations of the last steps.
+        transfers_s: durations of what it hides, or can hide.
+        delay: iterations from a round until its result is applied.
     """
 
-    def __init__(self, period: int = 1, rounds_s: Iterable[float] = (), steps_s: Iterable[float] = ()) -> None:
-        self.period = period
+    def __init__(
+        self,
+        period: int = 1,
+        rounds_s: Iterable[float] = (),
+        steps_s: Iterable[float] = (),
+        transfers_s: Iterable[float] = (),
+        delay: int = 0,
+    ) -> None:
+        self.period, self.delay = period, delay
         self._rounds_s = deque(rounds_s, SAMPLES)
         self._steps_s = deque(steps_s, SAMPLES)
+        self._transfers_s = deque(transfers_s, SAMPLES)
         self._since: float | None = None  # when the round was ordered, then when it was completed; None: not timed
         self._count = self._members = 0  # when it was ordered
         self._compare = False
@@ -47,16 +58,18 @@ class Pace:
         """Note the order of a global round; ``first`` of a generation: it also builds process groups."""
         self._since, self._count, self._members, self._compare = now, count, members, not first
 
-    def completed(self, now: float) -> None:
-        """Note that all members have completed it."""
+    def completed(self, now: float, transfer_s: float = 0.0) -> None:
+        """Note that all members have completed it; ``transfer_s``: of it or, with a delay, of the one before it."""
         if self._since is not None:
             if self._compare:
-                self._rounds_s.append(now - self._since)
+                self._rounds_s.append(max(0.0, now - self._since - (0.0 if self.delay else transfer_s)))
+            if transfer_s and (self._compare or self.delay):
+                self._transfers_s.append(transfer_s)
             self._since = now
 
     def at(self, now: float, count: int) -> "Pace":
         """Return the pace at a time when all members ask for the next round, after ``count`` iterations of the run."""
-        pace = Pace(self.period, self._rounds_s, self._steps_s)
+        pace = Pace(self.period, self._rounds_s, self._steps_s, self._transfers_s, self.delay)
         if self._since is not None and count > self._count:
             pace._steps_s.append((now - self._since) * self._members / (count - self._count))
         return pace
@@ -72,19 +85,21 @@ class Pace:
         each further one would cost many steps. Of an even number of times, that in the middle counts with which the
         period is shorter: too short a period is noticed sooner.
         """
-        if not (self._rounds_s and self._steps_s):
+        if not (self._rounds_s and self._steps_s) or (self.delay and not self._transfers_s):
             return Why.UNMEASURED()
-        round_s = statistics.median_low(self._rounds_s)
         step_s = max(SHORTEST_STEP_S, statistics.median_high(self._steps_s))
-        best = best_period(round_s / step_s, workers, steps)
-        costs = [period_cost(period, round_s / step_s, workers, steps) for period in (self.period, best)]
-        if costs[0] > WORTH * costs[1]:
+        round_s, transfer_s = statistics.median_low(self._rounds_s), statistics.median_low(self._transfers_s or [0.0])
+        exchange = Exchange(round_s / step_s, transfer_s / step_s)
+        best = best_period(exchange, workers, steps, delay=self.delay)
+        cost = partial(period_cost, exchange=exchange, workers=workers, steps=steps, delay=self.delay)
+        if cost(self.period) > WORTH * cost(best):
             self.period = best
-        return Why.MEASURED(round_s=round_s, step_s=step_s)
+        return Why.MEASURED(round_s=round_s + transfer_s, step_s=step_s)
 
     def to_json(self) -> dict[str, Any]:
         """Return the arguments to rebuild it; an open round is not timed after that."""
-        return {"period": self.period, "rounds_s": list(self._rounds_s), "steps_s": list(self._steps_s)}
+        times = {"rounds_s": self._rounds_s, "steps_s": self._steps_s, "transfers_s": self._transfers_s}
+        return {"period": self.period, "delay": self.delay} | {name: list(of) for name, of in times.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +135,7 @@ class Course:
         self.phases = phases
         self.ends = [*accumulate(phase.iterations for phase in phases[:-1]), math.inf]
         algorithm = phases[0].algorithm
-        self.begin(Stretch(0, algorithm, algorithm, Pace(), Why.PLANNED()))
+        self.begin(Stretch(0, algorithm, algorithm, Pace(delay=algorithm.schedule().delay), Why.PLANNED()))
 
     def begin(self, stretch: Stretch) -> None:
         """Follow a stretch from now on."""
@@ -140,7 +155,7 @@ class Course:
             number += 1
             planned = self.phases[number].algorithm
         if number != self.number:
-            pace = Pace()  # another algorithm sends other bytes
+            pace = Pace(delay=planned.schedule().delay)  # another algorithm sends other bytes
         steps = given / members / progress if progress else math.inf
         progress = progress if len(self.phases) == 1 else None  # only then the period follows it
         period, why = None, Why.PLANNED()

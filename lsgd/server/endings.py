@@ -10,7 +10,7 @@ from lsgd.protocol.messages import GenerationOver, Refused
 from lsgd.server import answers
 from lsgd.server.links import connected, named_pairs, pairs_of, unreachable, whole_nodes
 from lsgd.server.reasons import CHECK, Reason, Why
-from lsgd.server.roster import Member, MemberState, OpenRound, named
+from lsgd.server.roster import Member, MemberState, OpenRound, finite, named
 from lsgd.server.state import RunState
 
 EXCHANGE_STEPS = 10
@@ -64,15 +64,23 @@ def settle(state: RunState, member: Member, done: int) -> None:
 
 
 def committed(
-    state: RunState, member: Member, round_id: int, sent_nbytes: int | None = None, *, lacking: bool = False
+    state: RunState,
+    member: Member,
+    round_id: int,
+    sent_nbytes: int | None = None,
+    transfer_s: float = 0.0,
+    *,
+    lacking: bool = False,
 ) -> None:
     """Note that a member has completed a round.
 
-    ``sent_nbytes``: in all its rounds, None if it did not say; ``lacking``: it lacks parts of the run's model.
+    ``sent_nbytes``: in all its rounds, None if it did not say; ``transfer_s``: as in :class:`Done`; ``lacking``: it
+    lacks parts of the run's model.
     """
     opened = state.book.complete(member, round_id, state.now, sent_nbytes, lacking=lacking)
     if opened is None:
         return
+    opened.transfer_s = max(opened.transfer_s, finite(transfer_s) or 0.0)
     state.moved_at = state.now
     if opened.round.final:
         state.roster.move(member, MemberState.ENDED)
@@ -82,7 +90,7 @@ def committed(
     took_s = None if opened.opened_at is None else state.now - opened.opened_at
     state.happened(RoundCompleted(round_id, took_s, opened.sent_nbytes))
     if opened.round.scope == "global":
-        state.course.pace.completed(state.now)
+        state.course.pace.completed(state.now, opened.transfer_s)
         state.book.took_part(len(opened.round.generation.indices), len(state.roster.members))
     if opened.round.final:
         close(state)

@@ -216,12 +216,14 @@ class OpenRound:
         waiting: members that have not completed it.
         opened_at: time of its order; None if an earlier server did so.
         sent_nbytes: bytes from the members that have completed it, each since its round before; None: one did not say.
+        transfer_s: how long the transfer of an earlier round took them, the longest; 0: none was beside training.
     """
 
     round: Round
     waiting: set[Member]
     opened_at: float | None = None
     sent_nbytes: int | None = 0
+    transfer_s: float = 0.0
 
     def add_sent(self, member: Member, total: int | None) -> None:
         """Count what a member has sent; ``total``: in all its rounds, None if it did not say."""

@@ -23,7 +23,7 @@ from lsgd.errors import EvictedError, ExchangeError, ServerLostError
 from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.messages import Generation, Round
+from lsgd.protocol.messages import Done, Generation, Round
 from lsgd.run_folder import checkpoint_path, counts
 
 from ..integration.running import until
@@ -535,6 +535,17 @@ def test_the_bytes_of_a_round_are_counted(switchboard) -> None:
     nbytes = sum(x.nbytes for x in members.replicas[0].flat.buffers)  # the leader's small model, to each
     assert [x.sent_nbytes for x in made] == [0, 2 * nbytes, 0]
     assert [x.received_nbytes for x in made] == [nbytes, 0, nbytes]
+
+
+@pytest.mark.parametrize(("delay", "heard"), [(0, [True, True, True, True]), (1, [False, False, True, True])])
+def test_the_servers_hear_how_long_transfers_take(switchboard, monkeypatch, delay, heard) -> None:
+    """Of a transfer beside training in the next round, unless there was nothing to exchange: members were new."""
+    members, said = Members(switchboard, 2, settings=LocalSettings(period=4, delay=delay)), []
+    send = members.channels[0].send
+    monkeypatch.setattr(members.channels[0], "send", lambda message: (said.append(message), send(message)))
+    for id in range(1, 5):
+        assert members.run(members.round(id, new=(0, 1) if id == 1 else ())) == [None] * 2
+    assert [0.0 < done.transfer_s < 20.0 for done in said if isinstance(done, Done)] == heard
 
 
 def test_a_snapshot_is_saved_when_its_round_is_committed(switchboard, tmp_path) -> None:

@@ -124,7 +124,7 @@ def train(how: str, rounds: int, **settings: object) -> float:
 
 
 @pytest.mark.parametrize("how", ["flips", "noise", "explodes"])
-@pytest.mark.parametrize("settings", [{}, {"compression": "none", "rescale": False}])
+@pytest.mark.parametrize("settings", [{}, {"compression": "none", "rescale": False}, {"delay": 2}])
 def test_the_others_learn_nearly_as_well_as_without_it(how: str, settings: dict[str, object]) -> None:
     rounds = PATIENCE - STRIKES + 1  # it does not give up yet
     right, wrong, spoilt = (train("", rounds, **settings), train(how, rounds, **settings), 0.0)

@@ -206,17 +206,19 @@ class Bench:
             self.ask(place, loss=losses.get(f"w{place}"))
         return self.got
 
-    def complete(self, place: str, round: int, *, lacking: bool = False) -> dict[str, list[Downward]]:
+    def complete(
+        self, place: str, round: int, *, lacking: bool = False, transfer_s: float = 0.0
+    ) -> dict[str, list[Downward]]:
         self.committed[place] = round
         order = self.member(place).round
         missed = () if order and order.round.id == round and order.round.probe else None
-        return self.say(Done(*self.who(place), round, True, "", missed=missed, lacking=lacking))
+        return self.say(Done(*self.who(place), round, True, "", missed=missed, lacking=lacking, transfer_s=transfer_s))
 
-    def complete_all(self, *places: str) -> None:
+    def complete_all(self, *places: str, transfer_s: float = 0.0) -> None:
         for place in places:
             member = self.member(place)
             assert member.round is not None
-            self.complete(place, member.round.round.id)
+            self.complete(place, member.round.round.id, transfer_s=transfer_s)
 
     def fail(
         self, place: str, round: int, error: str = "peer closed", broken: tuple[int, ...] = ()

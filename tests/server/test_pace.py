@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn, optim
 
-from lsgd.algorithms.common import LONGEST_HALF, LONGEST_PERIOD, Periodic, best_period, period_cost, ramp
+from lsgd.algorithms.common import LONGEST_HALF, LONGEST_PERIOD, Exchange, Periodic, best_period, period_cost, ramp
 from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
@@ -35,7 +35,7 @@ class Timed:
 
     def __init__(self, settings: Periodic, **run: Any) -> None:
         self.bench = started(*PAIR, plan=make_plan(algorithm=settings, workers=2, **run))
-        self.step_s, self.round_s = 0.01, 0.1
+        self.step_s, self.round_s, self.transfer_s = 0.01, 0.1, 0.0
         self.periods = [self.bench.state.course.schedule.period]
         self.said: list[str] = []
 
@@ -51,7 +51,7 @@ class Timed:
                     bench.complete_all(place)
         assert bench.round(*PAIR).scope == "global"
         bench.now += self.round_s
-        bench.complete_all(*PAIR)
+        bench.complete_all(*PAIR, transfer_s=self.transfer_s)
         settings = json.loads(bench.book.elections and bench.state.course.to_json())
         assert settings["period"] == bench.state.course.schedule.period
         self.periods.append(settings["period"])
@@ -202,12 +202,16 @@ def test_simulated_workers_follow_the_rule_and_no_warm_up_does() -> None:
 
 
 def test_a_period_costs_what_exchanges_take_and_what_rare_ones_lose() -> None:
-    assert period_cost(60, 10.0, 2, 10_000) == pytest.approx((1 + 10 / 60) * (1 + 0.7 / 2))  # 60 loses half of the gain
-    assert period_cost(1 << 30, 10.0, 3) == pytest.approx(1 + 0.7 * 2, rel=1e-4)  # rare enough: one machine is left
-    assert period_cost(8, 1.0, 1) == period_cost(8, 1.0, 2)  # a second worker may join
+    assert period_cost(60, Exchange(10.0), 2, 10_000) == pytest.approx(
+        (1 + 10 / 60) * (1 + 0.7 / 2)
+    )  # 60 loses half of the gain
+    assert period_cost(1 << 30, Exchange(10.0), 3) == pytest.approx(
+        1 + 0.7 * 2, rel=1e-4
+    )  # rare enough: one machine is left
+    assert period_cost(8, Exchange(1.0), 1) == period_cost(8, Exchange(1.0), 2)  # a second worker may join
     for exchange_steps, workers, steps in ((0.1, 2, 512), (3.0, 4, math.inf), (10.0, 8, 9000)):
-        best = best_period(exchange_steps, workers, steps)
-        costs = [period_cost(best + off, exchange_steps, workers, steps) for off in (-1, 0, 1)]
+        best = best_period(Exchange(exchange_steps), workers, steps)
+        costs = [period_cost(best + off, Exchange(exchange_steps), workers, steps) for off in (-1, 0, 1)]
         assert min(costs) == costs[1] < min(costs[0], costs[2])
 
 
@@ -224,7 +228,7 @@ def test_a_period_costs_what_exchanges_take_and_what_rare_ones_lose() -> None:
     ],
 )
 def test_the_best_period(exchange_steps: float, workers: int, steps: float, period: int) -> None:
-    assert best_period(exchange_steps, workers, steps) == period
+    assert best_period(Exchange(exchange_steps), workers, steps) == period
 
 
 def test_auto_follows_a_link_that_changes_and_says_why() -> None:
@@ -252,7 +256,32 @@ def test_auto_follows_a_link_that_changes_and_says_why() -> None:
 def test_of_two_times_that_counts_with_which_the_period_is_shorter(rounds_s, steps_s) -> None:
     pace = Pace(1, rounds_s, steps_s)
     pace.choose(2, math.inf)
-    assert pace.period == best_period(10.0, 2)
+    assert pace.period == best_period(Exchange(10.0), 2)
+
+
+@pytest.mark.parametrize(("delay", "period"), [(0, 81), (2, 75), (10, 41), (300, 301)])
+def test_a_delay_hides_what_members_say_of_transfers(delay: int, period: int) -> None:
+    """A transfer of ten steps costs what the delay does not hide; only then is it no part of the round's time."""
+    timed = Timed(LocalSettings(period=0, delay=delay))
+    timed.round_s, timed.transfer_s = 0.0 if delay else 0.1, 0.1
+    assert timed.periods == [delay + 1]
+    assert timed.stretches(4) == period == best_period(Exchange(0.0, 10.0), 2, delay=delay)
+    assert str(timed.bench.state.course.why) == "a round takes 0.1 s, a step 0.01 s"
+    if delay:
+        timed.transfer_s = 0.0  # as in a generation's second round, if the first had newcomers
+        assert timed.stretches(4) == period
+
+
+def test_with_a_delay_nothing_is_known_before_a_transfer_is_over() -> None:
+    timed = Timed(LocalSettings(period=0, delay=2))
+    assert timed.stretches(3) == 3 and timed.bench.state.course.why.code == "unmeasured"
+    timed.transfer_s = 0.1
+    assert timed.stretches(2) > 3
+
+
+def test_what_is_hidden_costs_a_share_and_what_is_late_counts_as_rare() -> None:
+    assert [Exchange(2.0, 10.0).cost(delay) for delay in (0, 4, 10, 100)] == pytest.approx([12.0, 9.2, 5.0, 5.0])
+    assert period_cost(30, Exchange(2.0, 10.0), 2, 10_000, delay=20) == pytest.approx((1 + 5 / 30) * (1 + 0.7 / 2))
 
 
 def test_auto_stays_where_it_is_while_times_scatter() -> None:
@@ -335,7 +364,7 @@ def test_a_server_that_is_started_again_goes_on_with_what_was_measured() -> None
     bench.complete_all(*PAIR)
     assert course.schedule.period == 81
     timed.round_s = 0.2
-    assert timed.stretches(4) == best_period(20.0, 2)
+    assert timed.stretches(4) == best_period(Exchange(20.0), 2)
 
 
 # -- the setting ---------------------------------------------------------------------------------------------------

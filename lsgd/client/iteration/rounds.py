@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -68,6 +69,7 @@ class Rounds:
         self._replica, self._checkpoints = replica, checkpoints
         self._looks: Sequence[Look] = ()  # of an island's processes at the model, ahead of the round
         self._later: ActiveRound | None = None  # the last round, if what it exchanges lands later
+        self._transfer_s = 0.0  # that the last transfer took, until the servers hear it
         self._count = 0  # of the run's iterations, as of the last global round
         self._served: Algorithm | None = None  # the one that ``gradients`` serves
         self._warned = False  # about its losses
@@ -259,6 +261,8 @@ class Rounds:
             if not replica.algorithm.spans_backward:
                 self._agree(commit or Commit())
                 self._later = active if commit is None else None
+                if commit is not None and active.order.scope == "global":
+                    self._transfer_s = replica.algorithm.transfer_s
 
     def _take_up(self, order: Round) -> None:
         """Take up the round's members and algorithm."""
@@ -331,6 +335,8 @@ class Rounds:
         self._agree(commit)
         if self._later is not None and self._later.model_is_broken:
             clear(self._replica.optimizers)
+        if self._later is not None and self._later.order.scope == "global" and not self._later.order.new:
+            self._transfer_s = self._replica.algorithm.transfer_s  # with newcomers there may be nothing to exchange
         self._later = None
 
     def _agree(self, outcome: Commit | ExchangeError) -> list[float]:
@@ -381,8 +387,9 @@ class Rounds:
             self.active.snapshot = None  # it copies the model and all states
         sent_nbytes, _ = self._island.total_passed()
         missed, self.entry.missed = self.entry.missed, None
-        lacking = self.active.lacking
-        done = Done(*self._who, order.id, True, "", sent_nbytes=sent_nbytes, missed=missed, lacking=lacking)
+        done = Done(*self._who, order.id, True, "", sent_nbytes=sent_nbytes, missed=missed, lacking=self.active.lacking)
+        if order.scope == "global":
+            done, self._transfer_s = replace(done, transfer_s=self._transfer_s), 0.0
         self._channel.send(done)
         self.entry.proceed()
 

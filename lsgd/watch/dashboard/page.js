@@ -212,7 +212,9 @@ async function question(words, answer) {
   at("yes").textContent = answer;
   dialog.returnValue = "no";
   dialog.showModal();
-  await new Promise((done) => dialog.addEventListener("close", done, { once: true }));
+  await new Promise((done) => {
+    dialog.onclose = () => dialog.open || done();  // the event of the question before may come late
+  });
   return dialog.returnValue === "yes";
 }
 
