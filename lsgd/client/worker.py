@@ -578,7 +578,11 @@ class Worker:
         return save_model(self._replica.model, folder, file_nbytes, island)
 
     def leader_state_dict(self) -> dict[str, Tensor] | None:
-        """Return the leader's model just before the consensus, as :meth:`state_dict` does; None until then."""
+        """Return the leader's model just before the consensus, as :meth:`state_dict` does.
+
+        None until then, and if the plan elects no leaders: its algorithm is not ``leader``, and neither ``consensus``
+        nor ``buffers`` is.
+        """
         return self._replica.leader_state_dict()
 
     def leave(self) -> bool:

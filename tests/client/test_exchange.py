@@ -17,7 +17,7 @@ from lsgd.algorithms.local import DiLoCoSettings, LocalSettings, SparseSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.island import Island
 from lsgd.client.iteration import chunks, following, handover
-from lsgd.client.iteration.replica import Replica
+from lsgd.client.iteration.replica import Replica, wide
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.errors import EvictedError, ExchangeError, ServerLostError
 from lsgd.flat import FlatParameters, describe
@@ -205,6 +205,26 @@ def test_the_consensus_is_one_model_for_all(switchboard, setting, expected) -> N
     assert led == [3.0] * 3
     # |x - mean| / |mean| is 1/2, 0 and 1/2.
     assert [r.consensus_distance for r in members.replicas] == [pytest.approx(1 / 3)] * 3
+
+
+@pytest.mark.parametrize(("settings", "sends"), [(LEADER, 3), (LocalSettings(period=4), 2)])
+def test_without_leaders_nobody_sends_a_leaders_model_at_the_end(switchboard, settings, sends) -> None:
+    members = Members(switchboard, 3, settings=settings)
+    members.run(members.round(leader=2))
+    before = [rounds.timings() for rounds in members.rounds]
+    members.run(members.round(2, leader=2, final=True))
+    made = [rounds.timings() - then for rounds, then in zip(members.rounds, before, strict=True)]
+    tensors = (*members.replicas[0].flat.buffers, *members.replicas[0].finite.buffers())
+    nbytes = sum(wide(x).nbytes for x in tensors)
+    assert made[0].received_nbytes == pytest.approx(sends * nbytes, rel=0.1)  # two other models, and the leader's
+
+
+def test_if_no_model_is_finite_all_take_the_same(switchboard) -> None:
+    members = Members(switchboard, 2, settings=LocalSettings(period=4))
+    for model, value in zip(members.models, (math.nan, math.inf), strict=True):
+        model.linear.weight.data.fill_(value)
+    members.run(members.round(leader=1, final=True))
+    assert members.values("linear.weight") == [math.inf] * 2
 
 
 def test_double_precision_stays_double_in_the_consensus(switchboard) -> None:

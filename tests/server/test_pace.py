@@ -279,6 +279,13 @@ def test_with_a_delay_nothing_is_known_before_a_transfer_is_over() -> None:
     assert timed.stretches(2) > 3
 
 
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -1.0])
+def test_what_is_no_time_of_a_transfer_does_not_count(seconds: float) -> None:
+    timed = Timed(LocalSettings(period=0))
+    timed.transfer_s = seconds
+    assert timed.stretches(4) == 81
+
+
 def test_what_is_hidden_costs_a_share_and_what_is_late_counts_as_rare() -> None:
     assert [Exchange(2.0, 10.0).cost(delay) for delay in (0, 4, 10, 100)] == pytest.approx([12.0, 9.2, 5.0, 5.0])
     assert period_cost(30, Exchange(2.0, 10.0), 2, 10_000, delay=20) == pytest.approx((1 + 5 / 30) * (1 + 0.7 / 2))

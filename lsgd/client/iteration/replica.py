@@ -58,7 +58,8 @@ class Replica:
     Attributes:
         algorithm: the current phase's.
         consensus_distance: models' mean distance from their average just before the consensus; None until then.
-        leader_model: leader's flat parameters, then buffers, just before the consensus; empty until then.
+        leader_model: leader's flat parameters, then buffers, just before the consensus; empty until then, and if
+            the plan elects none.
     """
 
     def __init__(
@@ -138,7 +139,10 @@ class Replica:
 
     @torch.no_grad()
     def leader_state_dict(self) -> dict[str, Tensor] | None:
-        """Return the leader's model just before the consensus, as :func:`full_state_dict` does; None until then."""
+        """Return the leader's model just before the consensus, as :func:`full_state_dict` does.
+
+        None until then, and if the plan elects no leaders.
+        """
         if not self.leader_model:
             return None
         with self.flat.current():
@@ -326,12 +330,10 @@ class Replica:
         """
         parameters, buffers = self.flat.buffers, self.finite.buffers()
         own = [wide(x) for x in (*parameters, *buffers)]
-        led = [x.clone() for x in own]
-        for x in led:
-            group.broadcast(x, order.leader)
+        led = of_member(order.leader, own, group) if self.elects else []
         left_out = group.rank in order.new or not self.algorithm.counts
-        means = mean_of(own, group, finite=finite, left_out=left_out) or led
-        chosen = means if self.run.consensus == "average" else led
+        means = mean_of(own, group, finite=finite, left_out=left_out) or led or of_member(order.leader, own, group)
+        chosen = led if self.run.consensus == "leader" else means
 
         def change(*squares: float) -> None:
             self.consensus_distance, self.leader_model = _distance(squares), led
@@ -344,6 +346,14 @@ def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy values to tensors of the same sizes; shapes may differ."""
     for x, value in zip(tensors, values, strict=True):
         x.copy_(value.view(x.shape))
+
+
+def of_member(rank: int, tensors: Sequence[Tensor], group: WorkerGroup) -> list[Tensor]:
+    """Return a member's tensors."""
+    copies = [x.clone() for x in tensors]
+    for x in copies:
+        group.broadcast(x, rank)
+    return copies
 
 
 def mean_of(

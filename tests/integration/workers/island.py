@@ -222,14 +222,14 @@ with Worker.join(whole, optimizer) as worker:
         assert len(saved) > 4 or (options.ddp and process)
     state = worker.state_dict()
     leader = worker.leader_state_dict()
-    assert leader is not None
-    assert (options.ddp or worker.is_head) == bool(state) == bool(leader)
+    assert (options.ddp or worker.is_head) == bool(state)
+    assert (leader is not None) == worker.algorithm.elects and (not leader or bool(state))
     if worker.is_head:
         names = sorted(name for name in state if state[name].is_floating_point())
         result = {
             "state": hashlib.sha256(b"".join(state[name].numpy().tobytes() for name in names)).hexdigest(),
             "shapes": {name: list(state[name].shape) for name in names},
-            "leader": hashlib.sha256(b"".join(leader[name].numpy().tobytes() for name in names)).hexdigest(),
+            "leader": leader and hashlib.sha256(b"".join(leader[name].numpy().tobytes() for name in names)).hexdigest(),
             "losses": losses,
             "norms": norms,
             "distance": worker.consensus_distance,
