@@ -202,12 +202,11 @@ def test_simulated_workers_follow_the_rule_and_no_warm_up_does() -> None:
 
 
 def test_a_period_costs_what_exchanges_take_and_what_rare_ones_lose() -> None:
-    assert period_cost(60, Exchange(10.0), 2, 10_000) == pytest.approx(
+    exchange = Exchange(10.0)
+    assert period_cost(60, exchange, 2, 10_000) == pytest.approx(
         (1 + 10 / 60) * (1 + 0.7 / 2)
-    )  # 60 loses half of the gain
-    assert period_cost(1 << 30, Exchange(10.0), 3) == pytest.approx(
-        1 + 0.7 * 2, rel=1e-4
-    )  # rare enough: one machine is left
+    )  # half of the gain is lost
+    assert period_cost(1 << 30, exchange, 3) == pytest.approx(1 + 0.7 * 2, rel=1e-4)  # rare enough: one machine is left
     assert period_cost(8, Exchange(1.0), 1) == period_cost(8, Exchange(1.0), 2)  # a second worker may join
     for exchange_steps, workers, steps in ((0.1, 2, 512), (3.0, 4, math.inf), (10.0, 8, 9000)):
         best = best_period(Exchange(exchange_steps), workers, steps)
