@@ -106,26 +106,18 @@ class Store:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small object, which is there as a whole or not at all."""
-        path = f"{self._root}/{name}"
-        with self._asking(f"write {name}"):
-            self._make_folder(name)
-            if self._protocol in _RENAMES:
-                self._fs.pipe_file(f"{path}.tmp", content)
-                self._fs.mv(f"{path}.tmp", path)
-            else:
-                self._fs.pipe_file(path, content)
+        with self._asking(f"write {name}"), self._as_a_whole(name) as path:
+            self._fs.pipe_file(path, content)
 
-    def upload(self, name: str, path: Path) -> None:
-        """Write a file as an object, and check its size there."""
-        nbytes = path.stat().st_size
-        with self._asking(f"write {name}"):
-            self._make_folder(name)
+    def upload(self, name: str, file: Path) -> None:
+        """Write a file as an object, which is there as a whole or not at all; check its size there."""
+        nbytes = file.stat().st_size
+        with self._asking(f"write {name}"), self._as_a_whole(name) as path:
             if self._protocol in _SFTP:  # fsspec's would not say how far it is
-                self._fs.ftp.put(str(path), f"{self._root}/{name}", self._moved, confirm=False)
+                self._fs.ftp.put(str(file), path, self._moved, confirm=False)
             else:
-                options = self._parts(nbytes)
-                self._fs.put_file(str(path), f"{self._root}/{name}", callback=self._callback(), **options)
-            there = self._fs.size(f"{self._root}/{name}")
+                self._fs.put_file(str(file), path, callback=self._callback(), **self._parts(nbytes))
+            there = self._fs.size(path)
             if there != nbytes:
                 raise OSError(f"{there} of {nbytes} bytes arrived")
 
@@ -145,10 +137,17 @@ class Store:
             return {"chunksize": max(PART_NBYTES, -(-nbytes // MAX_PARTS)), "max_concurrency": PARTS}
         return {"chunksize": PART_NBYTES} if self._protocol in _GOOGLE else {}
 
-    def _make_folder(self, name: str) -> None:
-        """Create the folders above an object where the store has folders; elsewhere this might create a bucket."""
-        if self._protocol in _WITH_FOLDERS:
-            self._fs.makedirs(f"{self._root}/{name}".rpartition("/")[0], exist_ok=True)
+    @contextmanager
+    def _as_a_whole(self, name: str) -> Iterator[str]:
+        """Yield the path to write an object to; after that it takes the place of an older one."""
+        path = f"{self._root}/{name}"
+        if self._protocol in _WITH_FOLDERS:  # elsewhere this might create a bucket
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if self._protocol in _RENAMES:
+            yield f"{path}.tmp"
+            self._fs.mv(f"{path}.tmp", path)
+        else:
+            yield path
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """Brings a run's checkpoints from a store to this machine's disk: only chunks that it lacks, and all are checked."""
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import groupby
@@ -15,6 +16,9 @@ from lsgd.store.objects import Store, StoreError
 
 PART_NBYTES = 16 << 20
 """About as many bytes are read from a store at once."""
+
+SAY_EVERY_S = 10.0
+"""How often a download says how far it is, in seconds."""
 
 RESULTS = ("plan.toml", "metrics.jsonl")
 """What a resumed run continues, besides checkpoints."""
@@ -59,10 +63,19 @@ class Disk:
         return b""
 
 
-def restore(store: Store, folder: Path, node: int, say: Callable[[str], None]) -> bool:
+def restore(
+    store: Store, folder: Path, node: int, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+) -> bool:
     """Download this node's newest intact checkpoints into a run folder; return whether there are any.
 
     Each worker's checkpoints are tried from the newest on. What the disk has of them is not downloaded.
+
+    Args:
+        store: the store.
+        folder: the run folder.
+        node: this node's index.
+        say: function that prints a line; every ten seconds one says how far a download is.
+        clock: function that returns a time in seconds.
 
     Raises:
         StoreError: the store cannot be read.
@@ -70,8 +83,8 @@ def restore(store: Store, folder: Path, node: int, say: Callable[[str], None]) -
     complete = manifests.read_all(store, node, lambda name: say(f"{name} is incomplete in {store.url}: left out"))
     found = manifests.by_age(complete)
     workers = sorted({m.worker for m in found})
-    disk = Disk(folder)
-    restored = [_restore_worker(store, folder, [m for m in found if m.worker == w], disk, say) for w in workers]
+    disk, tell = Disk(folder), _seldom(say, clock)
+    restored = [_restore_worker(store, folder, [m for m in found if m.worker == w], disk, say, tell) for w in workers]
     if any(restored) and node == 0:
         _restore_results(store, folder)
     return any(restored)
@@ -94,14 +107,34 @@ def check_writable(store: Store) -> None:
         raise ConfigError(f"{error}; check the URL, the keys and the network, or launch without --store") from None
 
 
-def _restore_worker(store: Store, folder: Path, found: list[Manifest], disk: Disk, say: Callable[[str], None]) -> bool:
+def _seldom(say: Callable[[str], None], clock: Callable[[], float]) -> Callable[[str], None]:
+    """Return a function that says one line in ten seconds, and drops the others."""
+    said_s = clock()
+
+    def tell(line: str) -> None:
+        nonlocal said_s
+        if (now := clock()) - said_s >= SAY_EVERY_S:
+            said_s = now
+            say(line)
+
+    return tell
+
+
+def _restore_worker(
+    store: Store,
+    folder: Path,
+    found: list[Manifest],
+    disk: Disk,
+    say: Callable[[str], None],
+    tell: Callable[[str], None],
+) -> bool:
     """Download the worker's newest intact checkpoint; return whether it has any."""
     for (run, count, processes), group in groupby(found, lambda m: (m.run, m.count, m.processes)):
         files = list(group)
         try:
             if len(files) < processes:
                 raise DamagedObjectError(f"{len(files)} of its {processes} files are complete")
-            came = sum(_bring(store, folder, each, disk) for each in files)
+            came = sum(_bring(store, folder, each, disk, tell) for each in files)
         except DamagedObjectError as error:
             say(
                 f"the checkpoint of {count} iterations of {files[0].worker} (run {run}) in {store.url} is damaged: "
@@ -115,7 +148,7 @@ def _restore_worker(store: Store, folder: Path, found: list[Manifest], disk: Dis
     return False
 
 
-def _bring(store: Store, folder: Path, wanted: Manifest, disk: Disk) -> int:
+def _bring(store: Store, folder: Path, wanted: Manifest, disk: Disk, tell: Callable[[str], None]) -> int:
     """Bring a file into its place; return how many bytes came from the store.
 
     What an earlier try has left is continued.
@@ -131,7 +164,10 @@ def _bring(store: Store, folder: Path, wanted: Manifest, disk: Disk) -> int:
         temporary.touch()
         try:
             with temporary.open("r+b") as file:
-                came = sum(_fetch(store, wanted, part, file) for part in _parts(_missing(wanted, disk, file)))
+                for part in _parts(_missing(wanted, disk, file)):
+                    came += _fetch(store, wanted, part, file)
+                    of = f"{came / 1e6:.1f} of at most {wanted.nbytes / 1e6:.1f} MB"
+                    tell(f"{wanted.worker}: {of} have come from {store.url}")
                 file.truncate(wanted.nbytes)
         except DamagedObjectError:
             temporary.unlink()

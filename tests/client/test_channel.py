@@ -170,6 +170,15 @@ def test_the_reason_to_wait_is_said_as_long_as_the_local_server_repeats_it(world
     ]
 
 
+def test_what_an_earlier_question_waited_for_is_no_reason(world, caplog) -> None:
+    world.at(1.0, Waiting(1, "1 of 2 workers have joined"), go(1))
+    assert world.ask() == go(1)
+    world.at(world.seconds + SAY_EVERY_S - 1, GenerationOver(4, "node1/worker0 left"))
+    world.at(world.seconds + SAY_EVERY_S + 1, go(2))
+    assert world.ask(2) == go(2)
+    assert caplog.messages[-1] == f"waits for {SAY_EVERY_S:g} s: no word yet"
+
+
 @pytest.mark.parametrize("silence_s", [None, 5.0])
 def test_an_absent_global_server_ends_a_wait_in_time_with_the_line_to_type(world, silence_s) -> None:
     world.channel.global_silence_s = 60.0

@@ -198,19 +198,31 @@ def test_without_its_manifest_an_object_does_not_count(machine) -> None:
     assert machine.said == [f"{name} is incomplete in {machine.store.url}: left out"]
 
 
-def test_a_small_object_is_there_as_a_whole_or_not_at_all(tmp_path) -> None:
+def uploads(store: Store, file: Path) -> None:
+    store.upload("plan.toml", file)
+
+
+def writes(store: Store, file: Path) -> None:
+    store.write("plan.toml", file.read_bytes())
+
+
+@pytest.mark.parametrize("puts", [writes, uploads])
+def test_an_object_is_there_as_a_whole_or_not_at_all(tmp_path, puts) -> None:
     """On a disk that takes only half of it, as a full one does."""
     store = Store(f"file://{tmp_path}/run")
-    store.write("plan.toml", b"old")
+    old, new, large = tmp_path / "old", tmp_path / "new", tmp_path / "large"
+    for file, content in ((old, b"old"), (new, b"new"), (large, bytes(1 << 17))):
+        file.write_bytes(content)
+    puts(store, old)
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, usual[1]))
     try:
         with pytest.raises(StoreError, match=r"cannot write plan\.toml: .*File too large"):
-            store.write("plan.toml", bytes(1 << 17))
+            puts(store, large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert store.read("plan.toml") == b"old"
-    store.write("plan.toml", b"new")
+    puts(store, new)
     assert store.read("plan.toml") == b"new" and store.names("") == ["plan.toml"]
 
 
@@ -387,6 +399,22 @@ def test_a_download_that_is_cut_is_continued(machine, counting, fresh, monkeypat
     counting.cut_after_nbytes = 1 << 40
     assert brings(counting, fresh) == path.stat().st_size - had
     assert [each.read_bytes() for each in fresh.rglob("*node0-*") if each.is_file()] == [path.read_bytes()]
+
+
+def test_a_long_download_says_how_far_it_is(machine, counting, fresh, monkeypatch) -> None:
+    monkeypatch.setattr(restoring, "PART_NBYTES", 1)
+    saves(machine, 8, c=0.5)
+    said, clock = list[str](), Clock()
+
+    def read(*arguments: Any) -> bytes:
+        clock.wait(4.0)
+        return Store.read(counting, *arguments)
+
+    monkeypatch.setattr(counting, "read", read)
+    assert restore(counting, fresh, 0, said.append, clock)
+    came = ("2.1", "5.2", "7.3", "9.4")  # a part takes 4 s, so a third one is due
+    assert said[:-1] == [f"node0-worker0: {mb} of at most 9.4 MB have come from {counting.url}" for mb in came]
+    assert "checked" in said[-1]
 
 
 def test_half_a_file_on_the_disk_is_half_a_download(machine, counting, fresh) -> None:

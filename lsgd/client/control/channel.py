@@ -228,6 +228,7 @@ class Channel:
         with self._changed:
             self._heard_at = max(self._heard_at, now)
             self._global_heard_at = max(self._global_heard_at, now)
+            self._waits_for = ""  # what an earlier question waited for explains nothing
         try:
             while True:
                 self._repeat(question)
@@ -274,7 +275,7 @@ class Channel:
                 f"{now - self._heard_at:.0f} s; start it again: lsgd-server --local --listen {self.address}"
             )
         if now - self._global_heard_at > (silence_s or self.global_silence_s):
-            raise ServerLostError(f"{waited}, and {self._waits_for}")
+            raise ServerLostError(f"{waited}, and {self._awaited(now)}")
 
     def silent_s(self) -> float:
         """Return how long the global server has been silent, in seconds."""
