@@ -12,7 +12,7 @@ from lsgd.client.groups import staging
 from lsgd.client.groups.base import Members
 from lsgd.client.groups.mesh import Mesh
 from lsgd.client.groups.reach import Endpoint
-from lsgd.client.groups.routes import DirectRoute, Routes
+from lsgd.client.groups.routes import RELAY_NBYTES, DirectRoute, Routes
 from lsgd.client.groups.staging import Copier
 from lsgd.client.groups.tcp_group import TcpGroup
 
@@ -62,6 +62,12 @@ def all_at_once(groups: Sequence[TcpGroup], work: Callable[[TcpGroup], Any]) -> 
     return together(attempt, range(len(groups)))
 
 
+class LossyRoute(DirectRoute):
+    """A route through a network that acknowledges what it may lose."""
+
+    between_nbytes = RELAY_NBYTES
+
+
 class Network:
     """Carries the connections of a mesh, and what is on its way is lost when it is broken.
 
@@ -86,7 +92,7 @@ class Network:
         class Through(Routes):
             def route(self, source: int, target: int) -> DirectRoute | None:
                 route = super().route(source, target)
-                return DirectRoute(network.endpoint(route.endpoint)) if isinstance(route, DirectRoute) else None
+                return LossyRoute(network.endpoint(route.endpoint)) if isinstance(route, DirectRoute) else None
 
         return Through(me, endpoint_of)
 
