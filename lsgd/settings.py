@@ -80,8 +80,8 @@ class AlgorithmSettings:
     """Whether an elected worker gives others its model."""
 
     islands: ClassVar[bool] = False
-    """Whether workers with sharded models can use it: it asks the group whether all processes of a worker agree
-    (:meth:`lsgd.collectives.group.Group.agree`) where it judges numbers, and before it changes anything."""
+    """Whether workers with sharded models can use it: all its changes are in its
+    :class:`~lsgd.algorithms.base.Commit`, and numbers are judged by `Commit.judged` and `is_finite` only."""
 
     def schedule(self) -> Schedule:
         """Return when the algorithm needs rounds."""

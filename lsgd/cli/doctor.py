@@ -284,7 +284,7 @@ class Doctor:
             period = best_period(Exchange(0.0, iterations), self._place.nodes)
             self._say(
                 f"      a model in {how} takes {transfer_s:.2f} s, as long as {iterations:.2g} iterations: "
-                f"a period of about {period}"
+                f"a period of about {period} in a long run"
             )
 
     def _part(self, store: TCPStore) -> None:

@@ -488,7 +488,7 @@ class Worker:
         """Step aside to evaluate or to save: rounds continue without this worker until its next iteration.
 
         Pause after the step of a batch, or between two loops: an iteration that has not run is given back.
-        A worker that misses a global round takes the leader's model when it comes back.
+        A worker that misses a global round takes the run's model when it comes back.
         """
         self._steps.pause()
         yield
