@@ -230,13 +230,14 @@ class LocalSGD(Delayed):
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Drop the pending transfer and, if members have changed, the residuals of results."""
         super().reset(parameters, group, order)
-        self._outliers, self.counts = Outliers(self._outliers.usual), True
+        self._outliers = Outliers(self._outliers.usual)
         if not self._codec.lossless:
             hierarchical, contributors = self.settings.hierarchical, self.settings.per_contributor
             self._mean = CompressedMean(group, self._codec, hierarchical=hierarchical, contributors=contributors)
         members = order.generation.members
+        same = members == self._members and group.rank not in self._new(order)  # one that was started again is new
         for feedback in (each for fragment in self._feedback for each in fragment):
-            feedback.begin_generation(same_members=members == self._members)
+            feedback.begin_generation(same_members=same)
         self._members = members
 
     @no_grad
@@ -266,16 +267,17 @@ class LocalSGD(Delayed):
             if order.new and not _any(changes, group):
                 return
             own = _squared(changes) if changes and (self.settings.rescale or self._judges(group)) else None
+            sends = group.rank not in self._left_out(group, order)
             for index, change in enumerate(changes):
-                if group.rank in self._left_out(group, order):
+                if not sends:
                     change.zero_()
-                means[index] = self._average(change, fragment, index, group, order)
+                means[index] = self._average(change, fragment, index, group, order, sends=sends)
             if own is not None:
-                product = torch.zeros_like(own)
+                beside = torch.zeros(2, dtype=own.dtype, device=own.device)
                 if self._judges(group) and counts:
-                    product = zero_unless(finite, _product(models, means))
+                    beside = zero_unless(finite, self._beside(models, means, changes, fragment, group, sends=sends))
                 squared = _squared(piece for mean in means for _, piece in mean())
-                sums = torch.stack([own, squared, product, torch.full_like(own, self._outliers.usual)])
+                sums = torch.stack([own, squared, *beside, torch.full_like(own, self._outliers.usual)])
                 gathered = [torch.empty_like(sums) for _ in range(group.size)]
                 group.all_gather(gathered, sums).wait()
                 measured[:] = gathered
@@ -295,14 +297,56 @@ class LocalSGD(Delayed):
         """Return the ranks that have no change yet: their models begin in this round, or are not whole before it."""
         return {*order.new} - {order.source}
 
-    def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round) -> Mean:
-        """Return the mean of ``change``, whose memory it takes, over all members, bit-identical on all."""
+    def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round, *, sends: bool) -> Mean:
+        """Return the mean of ``change``, whose memory it takes, over all members, bit-identical on all.
+
+        A member that does not ``send`` has a change of zeros, and what rounding has lost of its own is dropped.
+        """
         if self._mean is None:
             change.div_(group.size)
             group.all_reduce(change).wait()
             return in_memory(change)
         seed = (self._run, order.id, index)
-        return self._mean(change, seed, self._feedback[fragment][index], self.settings.error_decay)
+        return self._mean(change, seed, self._feedback[fragment][index], self._decay(group, sends=sends))
+
+    def _decay(self, group: Group, *, sends: bool) -> float:
+        """Return the share of what was not sent before that a member sends now."""
+        return self.settings.error_decay if sends or self._is_of_node(group) else 0.0
+
+    def _is_of_node(self, group: Group) -> bool:
+        """Whether what rounding loses is that of a node with several workers."""
+        return self.settings.hierarchical and group.node.size > 1
+
+    def _beside(
+        self,
+        models: Sequence[tuple[Tensor, ...]],
+        means: Sequence[Mean],
+        lost: Flat,
+        fragment: int,
+        group: Group,
+        *,
+        sends: bool,
+    ) -> Tensor:
+        """Return the product of this member's change and the sum that the others have sent, and that sum's square.
+
+        ``lost`` is what rounding has lost of what this one has sent. Computed in pieces; float64, shape (2,). Zeros
+        where the mean is not that of all members, because then the others' sum is unknown.
+        """
+        decay, found = self._decay(group, sends=sends), [torch.zeros(2, dtype=torch.float64, device=lost[0].device)]
+        lossy = self._mean is not None and not self._is_of_node(group)
+        for index, ((x, c), mean) in enumerate(zip(models, means, strict=True)):
+            kept = self._feedback[fragment][index].residual if lossy else c
+            for here, piece in mean() if not self.settings.per_contributor else ():
+                parts = (torch.split(y[here], PIECE_NUMEL) for y in (x, c, kept, lost[index]))
+                for now, common, residual, rest, total in zip(*parts, torch.split(piece, PIECE_NUMEL), strict=True):
+                    own = now.to(common.dtype) - common
+                    others = total.to(common.dtype, copy=True).mul_(group.size)
+                    if sends:
+                        others -= own
+                    if lossy:
+                        others.add_(rest).sub_(residual, alpha=decay)
+                    found.append(torch.stack([torch.dot(own, others), torch.dot(others, others)]).to(torch.float64))
+        return torch.stack(found).sum(0)
 
     def _land_mean(
         self,
@@ -465,16 +509,6 @@ def _is_finite(means: Sequence[Mean], measured: Sequence[float | Tensor]) -> Ten
     if isinstance(first, float):
         return finiteness(piece for mean in means for _, piece in mean())
     return first[1].isfinite()
-
-
-def _product(models: Sequence[tuple[Tensor, ...]], means: Sequence[Mean]) -> Tensor:
-    """Return the scalar product of ``x - c`` and the mean change, computed in pieces; float64."""
-    found = []
-    for (x, c), mean in zip(models, means, strict=True):
-        for here, piece in mean():
-            triples = zip(*(torch.split(y, PIECE_NUMEL) for y in (x[here], c[here], piece)), strict=True)
-            found += [torch.dot((new - old).to(change.dtype), change) for new, old, change in triples]
-    return torch.stack(found).to(torch.float64).sum()
 
 
 def _factor(own: float, mean: float, members: int) -> float:

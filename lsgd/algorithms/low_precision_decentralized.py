@@ -88,7 +88,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         self._neighbors, self._weights = graph[self._unit], mixing_matrix(graph, sizes)[self._unit]
         self._codec = self.settings.make_codec()
 
-        model = clones(self._mean(parameters, parameters, self.is_finite(parameters), group))
+        model = clones(self._mean(parameters, self.model, self.is_finite(parameters), group))
         units = group.across if hierarchical else group
         copies: dict[int, list[Tensor]] = {}
         if units is not None:

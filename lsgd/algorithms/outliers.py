@@ -21,19 +21,19 @@ AGREEMENT, CLEAR = 0.2, 0.1
 STRIKES, PATIENCE = 3, 32
 """A member is left out that was an outlier so often in a row, or once by its length; and with so many it gives up."""
 
-SUMS = 4
+SUMS = 5
 """Numbers that each member sends in a round: see :meth:`Outliers.judge`."""
 
 
 class Outliers:
     """Who is left out of the mean change, decided alike on all members from what each has measured.
 
-    With d a member's change and D the sum of those that count, its agreement is the cosine of d and of what the others
-    have summed, ``D - d``. Where members train on like data, agreements are much alike in a round, and lie between 0.15
-    and 0.98 in the tasks of benchmarks/convergence. A flipped sign makes its member's negative, and noise makes it 0.
-    Lengths of changes differ by less than a factor of two there. Once all samples are learned, most changes are next to
-    nothing and one hard sample makes a long one. So a length is compared with the greatest median of the last rounds.
-    EDiT (arXiv 2412.07210, section 3.3) has the rule for lengths, with a member's own history in place of the others'.
+    A member's agreement is the cosine of its change and of the sum that the others have sent in the round. Where
+    members train on like data, agreements are much alike in a round, and lie between 0.15 and 0.98 in the tasks of
+    benchmarks/convergence. A flipped sign makes its member's negative, and noise makes it 0. Lengths of changes differ
+    by less than a factor of two there. Once all samples are learned, most changes are next to nothing and one hard
+    sample makes a long one. So a length is compared with the greatest median of the last rounds. EDiT
+    (arXiv 2412.07210, section 3.3) has the rule for lengths, with a member's own history in place of the others'.
 
     Each time that a member is an outlier it gets a strike, and each time that it is none it loses one. After three
     strikes it is left out, until it has none. The round that has found it changes nothing: all train on, and the next
@@ -56,8 +56,9 @@ class Outliers:
         """Give strikes after a round, and return who is left out for the first time, with the reason.
 
         Args:
-            sums: for each rank the squared length of its change, that of the mean, the product of both, and the length
-                that it knows as usual (newcomers: 0). A member without a change has zeros, which say nothing.
+            sums: for each rank the squared length of its change, that of the mean, the product of its change and the
+                sum that the others have sent, that sum's squared length, and the length that it knows as usual
+                (newcomers: 0). A member without a change has zeros, which say nothing.
         """
         found = {}
         outliers = self._outliers(sums)
@@ -85,7 +86,7 @@ class Outliers:
         judges = [rank for rank in lengths if rank not in self.left_out]
         if len(judges) < FEWEST or not all(math.isfinite(x) for each in sums for x in each):
             return {}
-        agreements = {rank: self._agreement(rank, sums) for rank in lengths}
+        agreements = {rank: _agreement(sums[rank]) for rank in lengths}
         known = statistics.median([usual for *_, usual in sums if usual > 0] or [0.0])
         self.usual = max(USUAL_DECAY * known, statistics.median(lengths[rank] for rank in judges))
         agreement = statistics.median(agreements[rank] for rank in judges)
@@ -97,10 +98,8 @@ class Outliers:
                 found[rank] = 1, f"its cosine with the others' is {agreements[rank]:.2f}, and usual is {agreement:.2f}"
         return found if 2 * len(found) < len(lengths) else {}
 
-    def _agreement(self, rank: int, sums: Sequence[Sequence[float]]) -> float:
-        """Return the cosine of a member's change and the sum of the others'."""
-        own, mean, product, _ = sums[rank]
-        size, counts = len(sums), rank not in self.left_out
-        others = size * size * mean - (2 * size * product - own if counts else 0.0)
-        along = size * product - (own if counts else 0.0)
-        return along / math.sqrt(own * others) if others > 0 else 0.0
+
+def _agreement(sums: Sequence[float]) -> float:
+    """Return the cosine of a member's change and the sum of the others'."""
+    own, _, product, others, _ = sums
+    return product / math.sqrt(own * others) if others > 0 else 0.0

@@ -207,6 +207,20 @@ def test_the_consensus_is_one_model_for_all(switchboard, setting, expected) -> N
     assert [r.consensus_distance for r in members.replicas] == [pytest.approx(1 / 3)] * 3
 
 
+@pytest.mark.parametrize("broken", [{1}, {0, 1, 2}])
+def test_a_leader_that_is_not_finite_gives_nobody_its_model_or_buffers(switchboard, caplog, broken) -> None:
+    members = Members(switchboard, 3, consensus="leader", buffers="leader")
+    for rank in broken:
+        members.models[rank].norm.running_var.fill_(math.nan)
+    members.run(members.round(leader=1))
+    assert [math.isnan(each) for each in members.values("norm.running_var")] == [rank in broken for rank in range(3)]
+    members.run(members.round(2, leader=1, final=True))
+    if len(broken) < 3:
+        assert members.values("norm.running_var") == [2.0] * 3
+        assert "the model of the leader, rank 1, does not count: the average replaces it" in caplog.messages
+    assert same(*[[r.finite.buffers()[0].nan_to_num(-1.0)] for r in members.replicas])
+
+
 @pytest.mark.parametrize(("settings", "sends"), [(LEADER, 3), (LocalSettings(period=4), 2)])
 def test_without_leaders_nobody_sends_a_leaders_model_at_the_end(switchboard, settings, sends) -> None:
     members = Members(switchboard, 3, settings=settings)

@@ -109,8 +109,9 @@ def test_consensus_keeps_the_mean_over_workers():
     np.testing.assert_allclose(simulate([3, 1, 2], member), np.mean(range(6)), atol=0.01)
 
 
+@pytest.mark.parametrize("anew", [True, False])
 @pytest.mark.parametrize("hierarchical", [True, False])
-def test_what_is_not_finite_is_refused(hierarchical, caplog):
+def test_what_is_not_finite_is_refused(hierarchical, anew, caplog):
     """The worker goes back to the model that its neighbors know, or takes its node's; nobody else notices."""
     settings = LowPrecisionDecentralizedSettings(hierarchical=hierarchical)
 
@@ -120,6 +121,8 @@ def test_what_is_not_finite_is_refused(hierarchical, caplog):
         worker.iterate(make_round([2, 1]))
         if group.rank == 1:
             worker.parameters[0][0] = torch.nan
+        if anew:
+            worker.begin(make_round([2, 1], id=2, number=2))
         worker.algorithm.before_forward(worker.parameters, group, make_round([2, 1], id=2)).apply()
         return worker.model
 
@@ -217,8 +220,8 @@ def test_bytes_sent(topology):
     def member(group):
         recording = Recording(group)
         settings = LowPrecisionDecentralizedSettings(topology=topology, hierarchical=False)
-        algorithm = TorchWorker(settings, group, Problem(5)).algorithm
         model = [torch.randn(numel)]
+        algorithm = settings.create(model)
         algorithm.reset(model, recording, make_round([5]))
         at_first = group.sent_nbytes
         algorithm.before_forward(model, recording, make_round([5])).apply()

@@ -1,15 +1,21 @@
 """Members whose changes do not fit to the others': who is found, when, and what the others lose by it."""
 
 import math
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import nn
 
-from lsgd.algorithms.local import LocalSettings, SparseSettings
+from lsgd.algorithms.local import LocalSettings, LocalSGD, SparseSettings
 from lsgd.algorithms.outliers import PATIENCE, STRIKES, Outliers
 from lsgd.errors import OutlierError
 from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
+
+from .training import make_round
+
+T = TypeVar("T")
 
 SIZE, BAD, PERIOD = 4, 2, 4
 
@@ -22,8 +28,9 @@ def measured(changes: torch.Tensor, left_out: set[int] | None = None, usual: flo
     mean = sent.mean(0)
     known = [0.0, *[usual] * (len(changes) - 1)]
     *own, of_mean = (float(x.square().sum()) for x in (*changes, mean))
-    products = (changes @ mean).tolist()
-    return [[each, of_mean, *more] for each, *more in zip(own, products, known, strict=True)]
+    others = sent.sum(0) - sent
+    products, squares = (changes * others).sum(1).tolist(), others.square().sum(1).tolist()
+    return [[each, of_mean, *more] for each, *more in zip(own, products, squares, known, strict=True)]
 
 
 def changes(bad: float, noise: float = 1.0, seed: int = 0) -> torch.Tensor:
@@ -93,15 +100,16 @@ def test_nobody_is_left_out_without_a_clear_majority(rows: torch.Tensor) -> None
 # -- trained -------------------------------------------------------------------------------------------------------
 
 
-def train(how: str, rounds: int, **settings: object) -> float:
-    """Train a regression with four workers, one of them as it says; return how much the consensus has learnt, in 0 … 1.
+TEACHER = torch.randn(64, generator=torch.Generator().manual_seed(1))
 
-    With NaN, it has learnt -inf.
-    """
-    chosen = LocalSettings(period=PERIOD, **settings)  # type: ignore[arg-type]
-    teacher = torch.randn(64, generator=torch.Generator().manual_seed(1))
 
-    def member(group: SimulatedGroup) -> float:
+def trained(
+    how: str, rounds: int, result: Callable[[SimulatedWorker], T], kind: type[LocalSettings], **settings: object
+) -> list[T]:
+    """Train a regression with four workers, one of them as it says; return the result of each."""
+    chosen = kind(period=PERIOD, **settings)  # type: ignore[arg-type]
+
+    def member(group: SimulatedGroup) -> T:
         model = nn.Linear(64, 1, bias=False)
         nn.init.zeros_(model.weight)
         worker = SimulatedWorker.of_model(group, chosen, model, torch.optim.SGD(model.parameters(), lr=0.01))
@@ -109,17 +117,28 @@ def train(how: str, rounds: int, **settings: object) -> float:
         sign = {"flips": -1.0, "explodes": 1000.0}.get(how, 1.0) if group.rank == BAD else 1.0
         for _ in range(rounds * chosen.schedule().period):
             x = torch.randn(64, 64, generator=generator)
-            y = (x @ teacher)[:, None]
+            y = (x @ TEACHER)[:, None]
             if how == "noise" and group.rank == BAD:
                 y = 8 * torch.randn(y.shape, generator=generator)
             worker.step(lambda x=x, y=y: sign * nn.functional.mse_loss(model(x), y))
-        with torch.no_grad():
-            counts, mine = torch.tensor([float(worker.algorithm.counts)]), model.weight[0] * worker.algorithm.counts
-            for x in (counts, mine):
-                worker.average(x)
-            return 1 - float((mine / counts - teacher).square().sum() / teacher.square().sum())
+        return result(worker)
 
-    learnt = simulate((1,) * SIZE, member)[0]
+    return simulate((1,) * SIZE, member)
+
+
+@torch.no_grad()
+def consensus(worker: SimulatedWorker) -> torch.Tensor:
+    counts = torch.tensor([float(worker.algorithm.counts)])
+    mine = worker.parameters[0] * worker.algorithm.counts
+    for x in (counts, mine):
+        worker.average(x)
+    return mine / counts
+
+
+def train(how: str, rounds: int, kind: type[LocalSettings] = LocalSettings, **settings: object) -> float:
+    """Return how much the consensus has learnt, in 0 … 1; with NaN, -inf."""
+    error = trained(how, rounds, consensus, kind, **settings)[0] - TEACHER
+    learnt = 1 - float(error.square().sum() / TEACHER.square().sum())
     return learnt if math.isfinite(learnt) else -math.inf
 
 
@@ -133,10 +152,29 @@ def test_the_others_learn_nearly_as_well_as_without_it(how: str, settings: dict[
     assert wrong > 0.6 * right and wrong > spoilt
 
 
+@pytest.mark.parametrize("kind", [LocalSettings, SparseSettings])
+@pytest.mark.parametrize("compression", ["none", "levels1", "levels2", "topk", "minmax8"])
+def test_a_flipped_sign_is_found_sends_zeros_and_keeps_nothing_for_later(kind, compression: str) -> None:
+    """And it does not count in a consensus that begins a generation, as those do after a leave."""
+
+    def look(worker: SimulatedWorker) -> tuple[set[int], bool, list[float]]:
+        algorithm = worker.algorithm
+        assert isinstance(algorithm, LocalSGD)
+        left_out = algorithm._outliers.left_out
+        worker.begin(make_round((1,) * SIZE, id=100, number=2))
+        return left_out, algorithm.counts, [float(each.residual.norm()) for (each,) in algorithm._feedback]
+
+    found = trained("flips", STRIKES + 4, look, kind, compression=compression)
+    assert [left_out for left_out, *_ in found] == [{BAD}] * SIZE
+    assert [counts for _, counts, _ in found] == [rank != BAD for rank in range(SIZE)]
+    if compression != "none":
+        assert [norm == 0 for *_, (norm,) in found] == [rank == BAD for rank in range(SIZE)]
+
+
 @pytest.mark.parametrize(("divisor", "times"), [("members", 4 / 3), ("contributors", 1.0)])
 def test_the_mean_is_that_of_those_that_count(divisor: str, times: float) -> None:
     algorithm = SparseSettings(divisor=divisor).create([torch.zeros(4096)])
-    sums = [[1.0, 0.25, 0.5, 0.0]] * SIZE
+    sums = [[1.0, 0.25, 1.0, 3.0, 0.0]] * SIZE
     assert algorithm._scale(sums, ()) == 1.0
     assert algorithm._scale(sums, {BAD}) == pytest.approx(times)
 

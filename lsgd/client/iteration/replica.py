@@ -301,29 +301,33 @@ class Replica:
         # In lockstep, every iteration is a round, and averaging them in the consensus is enough.
         if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or self.lockstep:
             return Commit()
-        flat, finite, averaged = torch.cat([wide(b) for b in buffers]), torch.tensor(True), torch.tensor(True)
+        flat, finite, usable = torch.cat([wide(b) for b in buffers]), torch.tensor(True), torch.tensor(True)
         if treated == "leader":
             group.broadcast(flat, order.leader)
+            usable = finiteness([flat])  # of the leader, so all decide alike
         else:
             (total,) = sums = empty_sums([flat])
             finite = finiteness([flat])
             contribute([flat], sums, finite)
             group.all_reduce(total).wait()
-            flat, averaged = total[:-1], divide(sums, group.size)
+            flat, usable = total[:-1], divide(sums, group.size)
 
-        def change(broken: float, averaged: float) -> None:
+        def change(broken: float, usable: float) -> None:
             if broken:
                 logger.warning(LEFT_OUT)
-            if averaged:
+            if not usable:
+                logger.warning("no finite buffers have come: each worker keeps its own")
+            else:
                 put(buffers, torch.split(flat, [b.numel() for b in buffers]))
 
-        return Commit(change, (~finite, averaged))
+        return Commit(change, (~finite, usable))
 
     def consensus(self, group: WorkerGroup, order: Round, *, finite: bool) -> Commit:
         """Return the commit that replaces every model by the average of all, or by the leader's.
 
         It records how far apart the models were. Each process of an island does so with its part. A model that is not
-        ``finite``, or that the algorithm leaves out, does not contribute to the average.
+        ``finite``, or that the algorithm leaves out, does not contribute to the average, and as a leader's it does not
+        replace the others'.
 
         Raises:
             ExchangeError: it failed.
@@ -331,9 +335,15 @@ class Replica:
         parameters, buffers = self.flat.buffers, self.finite.buffers()
         own = [wide(x) for x in (*parameters, *buffers)]
         led = of_member(order.leader, own, group) if self.elects else []
-        left_out = group.rank in order.new or not self.algorithm.counts
-        means = mean_of(own, group, finite=finite, left_out=left_out) or led or of_member(order.leader, own, group)
-        chosen = led if self.run.consensus == "leader" else means
+        if not finite:
+            logger.warning(LEFT_OUT)
+        counted = _said_by_all(finite and group.rank not in order.new and self.algorithm.counts, group)
+        means = mean_of(own, group, counted) if any(counted) else led or of_member(order.leader, own, group)
+        follows = self.run.consensus == "leader"
+        if follows and any(counted) and not counted[order.leader]:
+            logger.warning("the model of the leader, rank %d, does not count: the average replaces it", order.leader)
+            follows = False
+        chosen = led if follows else means
 
         def change(*squares: float) -> None:
             self.consensus_distance, self.leader_model = _distance(squares), led
@@ -356,21 +366,21 @@ def of_member(rank: int, tensors: Sequence[Tensor], group: WorkerGroup) -> list[
     return copies
 
 
-def mean_of(
-    tensors: Sequence[Tensor], group: WorkerGroup, *, finite: bool, left_out: bool = False
-) -> list[Tensor] | None:
-    """Return the means over the members whose tensors are finite and that are not left out; None if there are none."""
-    if not finite:
-        logger.warning(LEFT_OUT)
-    contributes = finite and not left_out
-    count = torch.tensor([float(contributes)], device=group.device)
-    group.all_reduce(count).wait()
-    if not float(count):
-        return None
-    means = [x / count.to(x.device) if contributes else torch.zeros_like(x) for x in tensors]
+def mean_of(tensors: Sequence[Tensor], group: WorkerGroup, counted: Sequence[bool]) -> list[Tensor]:
+    """Return the means over the members that are ``counted``, at least one."""
+    count, own = sum(counted), counted[group.rank]
+    means = [x / count if own else torch.zeros_like(x) for x in tensors]
     for x in means:
         group.all_reduce(x).wait()
     return means
+
+
+def _said_by_all(own: bool, group: WorkerGroup) -> list[bool]:
+    """Return what each member says, in rank order."""
+    said = torch.zeros(group.size, device=group.device)
+    said[group.rank] = float(own)
+    group.all_reduce(said).wait()
+    return [bool(each) for each in said.tolist()]
 
 
 def _relative(was: Tensor, now: Tensor) -> float:
