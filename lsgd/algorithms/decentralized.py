@@ -102,6 +102,7 @@ class DecentralizedSGD(Delayed):
 
     def _take(self, order: Round, parameters: Flat, broken: float, averaged: float) -> None:
         """Replace the model by the mean, if there is one."""
+        self.replaced = bool(broken)
         if broken:
             tell(order.id)
         if averaged:

@@ -197,6 +197,7 @@ class LeaderSGD(Delayed):
         self, order: Round, parameters: Flat, local_broken: float, global_broken: float, own_broken: float
     ) -> None:
         """Replace the copies by the models that arrived, unless they are broken, and pull toward them."""
+        self.replaced = bool(own_broken)
         if self._local is not None and self._local.land(f"round {order.id}: the node's leader", not local_broken):
             _pull(parameters, self.local_leader, self.settings.pull_local)
         if order.scope != "global":

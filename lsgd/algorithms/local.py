@@ -367,6 +367,7 @@ class LocalSGD(Delayed):
             finite = finiteness(parameters)
 
         def change(broken: float, spoilt: float, parts: float, *measured: float) -> None:
+            self.replaced = bool(broken)
             if broken:
                 log.warning("round %d: this worker's model is not finite and is replaced by the common one", order.id)
             rows = (measured[start : start + SUMS] for start in range(0, len(measured), SUMS))

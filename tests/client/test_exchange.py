@@ -147,15 +147,32 @@ def test_a_global_round_pulls_to_its_leader_and_averages_buffers(switchboard) ->
     assert members.values("frozen.weight") == [1.0, 2.0, 3.0]
 
 
-def test_a_model_that_is_not_finite_is_healed_with_its_optimizer(switchboard) -> None:
-    members = Members(switchboard, 2)
-    members.run(members.round(leader=1, source=1))
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+@pytest.mark.parametrize(
+    "settings",
+    [LEADER, replace(LEADER, delay=1), LocalSettings(period=4), LocalSettings(period=4, delay=1)],
+    ids=["leader", "leader-delay", "local", "local-delay"],
+)
+def test_a_model_that_is_not_finite_is_healed_with_its_optimizer(switchboard, settings, when) -> None:
+    """Whether it breaks before the round, or while what was exchanged is on its way."""
+    members = Members(switchboard, 2, settings=settings)
+    members.run(members.round(leader=1, new=(0,), source=1))
+    together(lambda rank: members.rounds[rank].after_step(), range(2))
     momentum = {"momentum_buffer": torch.tensor([[float("nan"), 1.0, 2.0]] * 2)}
     members.optimizers[0].state[members.models[0].linear.weight] = momentum
-    members.models[0].linear.weight.data.fill_(float("nan"))
-    members.run(members.round(2, leader=1, source=1))
+    if when == "meanwhile" and settings.delay:
+        members.run(members.round(2, leader=1, source=1))
+        members.models[0].linear.weight.data.fill_(float("nan"))
+    else:
+        members.models[0].linear.weight.data.fill_(float("nan"))
+        members.run(members.round(2, leader=1, source=1))
+    together(lambda rank: members.rounds[rank].after_step(), range(2))
     assert members.values("linear.weight") == [2.0, 2.0]
     assert momentum["momentum_buffer"].tolist() == [[0.0, 1.0, 2.0]] * 2
+    momentum["momentum_buffer"].fill_(3.0)
+    members.run(members.round(3, leader=1, source=1))
+    together(lambda rank: members.rounds[rank].after_step(), range(2))
+    assert momentum["momentum_buffer"].tolist() == [[3.0] * 3] * 2
 
 
 @pytest.mark.parametrize(

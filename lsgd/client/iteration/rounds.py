@@ -333,7 +333,7 @@ class Rounds:
         if commit is None:
             return
         self._agree(commit)
-        if self._later is not None and self._later.model_is_broken:
+        if self._replica.algorithm.replaced:
             clear(self._replica.optimizers)
         if self._later is not None and self._later.order.scope == "global" and not self._later.order.new:
             self._transfer_s = self._replica.algorithm.transfer_s  # with newcomers there may be nothing to exchange
