@@ -1,5 +1,6 @@
 """Rounds on real groups: who takes what from whom, the consensus, and that a failed round changes nothing."""
 
+import json
 import math
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,7 +22,7 @@ from lsgd.client.iteration.replica import Replica, wide
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.errors import EvictedError, ExchangeError, ServerLostError
 from lsgd.flat import FlatParameters, describe
-from lsgd.plan.plan import Phase, Plan
+from lsgd.plan.plan import Phase, Plan, table_of
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Done, Generation, Round
 from lsgd.run_folder import checkpoint_path, counts
@@ -440,6 +441,25 @@ def test_a_round_that_fails_meanwhile_costs_no_chunk_that_has_come(switchboard, 
     assert [r.active.lacking for r in members.rounds] == [False, False, True]
     assert members.rounds[2].entry._following._all_nbytes < lost
     download(members, 3, number=3)
+    assert same(*states(members))
+
+
+def test_another_algorithm_begins_when_what_is_under_way_has_come(switchboard, slow) -> None:
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
+    source = members.rounds[1].entry._following
+    send = source._post.exchange
+
+    def stalling(leaving, coming):
+        until(lambda: source._stop_at < math.inf, "a round is due")
+        return send(leaving, coming)
+
+    source._post.exchange = stalling
+    changed = json.dumps(table_of(DiLoCoSettings(period=4)))
+    for id, algorithm in ((3, ""), (4, changed)):
+        order = members.round(id, number=2, new=(2,), source=1, algorithm=algorithm)
+        assert members.run(order) == [None] * 3
+    download(members, 4)
+    assert {r.algorithm.settings.name for r in members.replicas} == {"diloco"}
     assert same(*states(members))
 
 

@@ -144,11 +144,12 @@ class RoundEntry:
         Raises:
             ExchangeError: it failed; call :meth:`leave`.
         """
+        followed = self._following is not None and self._following.meet()
         anew = self.replica.take_up(order.algorithm) or fresh or not self._late.issuperset(order.new)
         if anew:
             self._hand_over(group, order)
             self.replica.algorithm.reset(self.replica.flat.buffers, group, order)
-        elif self._following is not None and (self._following.meet() or order.final):
+        elif self._following is not None and (followed or order.final):
             self._hand_over(group, order)
         return anew
 
