@@ -119,8 +119,8 @@ class Algorithm:
     def settle(self, parameters: Flat) -> Commit | None:
         """Complete a pending exchange, before the group is used for anything else.
 
-        The worker calls it at the start of every round, including the final one. The exchange stays pending until its
-        commit is applied.
+        The worker calls it at the start of every round, including the final one, and if the members change, before it
+        leaves their group. The exchange stays pending until its commit is applied.
         """
         return None
 

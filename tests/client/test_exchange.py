@@ -619,6 +619,32 @@ def test_the_servers_hear_how_long_transfers_take(switchboard, monkeypatch, dela
     assert [0.0 < done.transfer_s < 20.0 for done in said if isinstance(done, Done)] == heard
 
 
+@pytest.mark.parametrize("settings", [LocalSettings(period=4, delay=2, compression="none"), replace(LEADER, delay=2)])
+def test_what_has_been_exchanged_lands_before_members_change(switchboard, settings) -> None:
+    members = Members(switchboard, 2, settings=settings)
+    members.run(members.round(new=(1,)))
+    together(lambda rank: [members.rounds[rank].after_step() for _ in range(2)], range(2))
+    before = [x.clone() for x in members.replicas[0].algorithm.shared_state()]
+    train(members, 1.0)
+    members.run(members.round(2))
+    assert members.run(members.round(3, number=2)) == [None] * 2
+    for x, was in zip(members.replicas[0].algorithm.shared_state(), before, strict=True):
+        assert torch.equal(x, was + 1.0)
+    assert same(*[r.algorithm.shared_state() for r in members.replicas])
+
+
+def test_what_could_not_be_exchanged_before_members_change_changes_nothing(switchboard) -> None:
+    members = Members(switchboard, 2, settings=LocalSettings(period=4, delay=2, compression="none"), buffers="keep")
+    members.run(members.round(new=(1,)))
+    together(lambda rank: [members.rounds[rank].after_step() for _ in range(2)], range(2))
+    before = [x.clone() for x in members.replicas[0].algorithm.shared_state()]
+    train(members, 1.0)
+    members.rounds[1].entry._group.cut()
+    members.rounds[0].carry_out(members.round(2))
+    assert members.run(members.round(3, number=2)) == [None] * 2
+    assert same(before, *[r.algorithm.shared_state() for r in members.replicas])
+
+
 def test_a_snapshot_is_saved_when_its_round_is_committed(switchboard, tmp_path) -> None:
     members = Members(switchboard, 1, folder=tmp_path)
     rounds = members.rounds[0]

@@ -212,6 +212,8 @@ class Rounds:
         """Enter a round, compute the consensus if it is the last, and return its group."""
         order, replica = active.order, self._replica
         with replica.flat.current():
+            if order.generation != self.entry.generation:
+                self._land_before_leaving()
             group, fresh = self.entry.group_of(order)
             if not fresh:
                 self._land(replica.algorithm.settle(replica.flat.buffers))
@@ -226,6 +228,17 @@ class Rounds:
             if order.final:
                 self._agree(replica.consensus(group, order, finite=not active.model_is_broken))
         return group
+
+    def _land_before_leaving(self) -> None:
+        """Land what the members of the last generation have exchanged, unless it has failed."""
+        algorithm = self._replica.algorithm
+        if algorithm.spans_backward:  # it has landed with its round, or was dropped
+            return
+        try:
+            self._land(algorithm.settle(self._replica.flat.buffers))
+        except ExchangeError as error:
+            logger.info("the exchange before the members changed has failed: %s", error)
+            self._agree(error)
 
     def _align(self, group: WorkerGroup, *, anew: bool) -> None:
         """Make replicas equal, if they have reported their fingerprints, or the round begins ``anew``."""
