@@ -124,6 +124,9 @@ class Algorithm:
         """
         return None
 
+    def drop_pending(self) -> None:
+        """Drop a pending exchange that has failed in a process of this member."""
+
     def shared_state(self) -> Sequence[Tensor]:
         """Return the tensors that are equal on all members, for the worker to overwrite with another member's.
 

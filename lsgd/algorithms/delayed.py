@@ -26,6 +26,10 @@ class Delayed(Algorithm):
 
     def reset(self, parameters: Flat, group: Group, order: Round) -> None:
         """Drop the pending transfer."""
+        self.drop_pending()
+
+    def drop_pending(self) -> None:
+        """Drop the pending transfer."""
         self._background, self._land = Background(), None
 
     def _begin(

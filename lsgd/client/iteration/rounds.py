@@ -216,7 +216,7 @@ class Rounds:
                 self._land_before_leaving()
             group, fresh = self.entry.group_of(order)
             if not fresh:
-                self._land(replica.algorithm.settle(replica.flat.buffers))
+                self._settle()
             active.group = group
             self._align(group, anew=fresh or bool(order.new))
             anew = self.entry.begin(group, order, fresh=fresh)
@@ -231,14 +231,22 @@ class Rounds:
 
     def _land_before_leaving(self) -> None:
         """Land what the members of the last generation have exchanged, unless it has failed."""
-        algorithm = self._replica.algorithm
-        if algorithm.spans_backward:  # it has landed with its round, or was dropped
+        if self._replica.algorithm.spans_backward:  # it has landed with its round, or was dropped
             return
         try:
-            self._land(algorithm.settle(self._replica.flat.buffers))
+            self._settle()
         except ExchangeError as error:
             logger.info("the exchange before the members changed has failed: %s", error)
             self._agree(error)
+
+    def _settle(self) -> None:
+        """Land what is pending, or drop it in all processes."""
+        algorithm = self._replica.algorithm
+        try:
+            self._land(algorithm.settle(self._replica.flat.buffers))
+        except ExchangeError:
+            algorithm.drop_pending()
+            raise
 
     def _align(self, group: WorkerGroup, *, anew: bool) -> None:
         """Make replicas equal, if they have reported their fingerprints, or the round begins ``anew``."""
