@@ -515,7 +515,7 @@ class Worker:
         After the end of the run it returns this worker's numbers.
 
         Args:
-            numbers: at most 32, with names as in :meth:`log`; NaN makes the mean NaN.
+            numbers: at most 32, with names as in :meth:`log`; NaN, or infinities of both signs, make the mean NaN.
 
         Raises:
             ConfigError: a name or a number is invalid, or there are too many.

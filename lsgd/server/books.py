@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lsgd.election import usual_loss
+from lsgd.means import mean_of
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Go, Round, Stop
@@ -339,6 +340,6 @@ def line(entry: RoundOrdered, *, final: bool) -> Reason:
     if not losses:
         loss = "nobody has a finite loss" if known else "no loss yet"
     else:
-        loss = f"{'' if entry.worker else 'mean training '}loss {statistics.fmean(losses):.4g}"
+        loss = f"{'' if entry.worker else 'mean training '}loss {mean_of(losses):.4g}"
     who = f"leader {entry.worker} ({loss})" if entry.worker else loss
     return Why.ROUND(scope=entry.scope, id=entry.round, where=where, who=who, count=entry.count)

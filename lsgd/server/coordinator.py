@@ -214,8 +214,7 @@ class Coordinator:
             case Request():
                 self._request(member, message)
             case Heartbeat():
-                member.spent = message
-                self._tell_again(member)
+                self._heartbeat(member, message)
             case Done(_, _, round_id, ok, error, broken, sent_nbytes, missed, lacking, transfer_s):
                 if missed is not None:
                     endings.found(self.state, member, round_id, missed)
@@ -231,6 +230,14 @@ class Coordinator:
                 admission.remove(self.state, member, Why.FAILED(error=reason) if failed else Why.LEFT(farewell=reason))
             case Data(_, _, digest):
                 self._check_data(member, digest)
+
+    def _heartbeat(self, member: Member, beat: Heartbeat) -> None:
+        """Note that a member is alive; an open round moves as long as what it says of a transfer changes."""
+        before = member.spent.transfer if member.spent else ""
+        if member.round is not None and beat.transfer not in ("", before):
+            self.state.moved_at = self.state.now
+        member.spent = beat
+        self._tell_again(member)
 
     def _tell_again(self, member: Member) -> None:
         """Tell a member that its generation is over: when this server took over, it could not reach anybody yet."""

@@ -17,7 +17,7 @@ EXCHANGE_STEPS = 10
 """Most steps of a round that members wait for, each with the deadline ``exchange_timeout_s``."""
 
 STALLED_PATIENCES = 10
-"""How long workers that have finished wait for others of which nothing happens, as a multiple of ``patience_s``."""
+"""How long workers that have finished wait for others that do nothing, as a multiple of ``patience_s``."""
 
 
 def stop(state: RunState, reason: Reason) -> None:
@@ -188,7 +188,7 @@ def evict_stragglers(state: RunState) -> None:
 
 
 def end_stalled(state: RunState) -> None:
-    """Stop the run if those that have finished wait for others, of which none has asked or exchanged for long."""
+    """Stop the run if those that have finished wait for others, and nothing has moved for long."""
     waited_s = STALLED_PATIENCES * state.plan.run.patience_s
     if state.stopping or not waited_s or state.now - state.moved_at < waited_s:
         return
@@ -198,7 +198,10 @@ def end_stalled(state: RunState) -> None:
 
 
 def fail_stuck(state: RunState) -> None:
-    """Fail the open rounds if nothing has happened for longer than the deadlines of any exchange allow."""
+    """Fail the open rounds if nothing has moved for longer than the deadlines of any exchange allow.
+
+    A transfer that goes on may take as long as it needs: a member gives up one that stands still by itself.
+    """
     run = state.plan.run
     longest_s = run.patience_s + EXCHANGE_STEPS * run.exchange_timeout_s
     if not state.book.open or not run.patience_s or state.now - state.moved_at < longest_s:

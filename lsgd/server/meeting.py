@@ -5,11 +5,11 @@ This file implements rule 14 at the top of :mod:`lsgd.server.coordinator`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lsgd.means import mean_of
 from lsgd.protocol.messages import Met, Request
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, MemberState, named
@@ -71,7 +71,7 @@ def conclude(state: RunState) -> None:
     callers = [m for m in state.roster.members.values() if m.call and m.state is not MemberState.ENDED]
     if not callers or _missing(state) or any(m.state not in WAITING for m in callers):
         return
-    means = {name: math.fsum(m.numbers[name] for m in callers) / len(callers) for name in callers[0].numbers}
+    means = {name: mean_of([m.numbers[name] for m in callers]) for name in callers[0].numbers}
     state.changes += 1
     state.meeting.answered = {}
     for member in callers:

@@ -104,7 +104,7 @@ class Why(enum.Enum):
     PAUSED = "{worker}: it paused instead"
     DROPPED = "{worker}: it could not complete it"
     GONE = "{worker}: it left the run: {reason}"
-    STUCK = "{who} did not complete it within {longest_s:g} s"
+    STUCK = "{who} did not complete it, and nothing moved for {longest_s:g} s"
     UNREACHABLE = "{pairs} cannot reach each other{more}"
     MEMBER_LEFT = "{worker} left: {reason}"
     ROUND_FAILED = "its round failed"

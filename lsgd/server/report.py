@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import statistics
 from collections.abc import Collection, Iterable, Mapping, Reversible
 from contextlib import suppress
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
+from lsgd.means import mean_of
 from lsgd.output import append, write_whole
 from lsgd.protocol.events import RoundOrdered, RunProgress, WorkerProgress
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME, MAX_NBYTES, Heartbeat
@@ -154,10 +154,10 @@ def entry(election: RoundOrdered) -> dict[str, Any]:
 
 
 def _loss(elections: Reversible[RoundOrdered]) -> float | None:
-    """Return the mean loss of the workers of the last global round, as reported then; None: no finite loss."""
+    """Return the mean loss of the workers of the last global round, as reported then; None: it is not finite."""
     last = next((e for e in reversed(elections) if e.scope == "global"), None)
     losses = [x for loss in last.losses.values() if (x := finite(loss)) is not None] if last else []
-    return statistics.fmean(losses) if losses else None
+    return finite(mean_of(losses)) if losses else None
 
 
 RESULT_EVERY_S = 5.0

@@ -276,8 +276,8 @@ class Roster:
         self._ended = {(m.worker, m.join.incarnation) for m in self.left.values()}
         for rank, name in enumerate(generation.members if generation else ()):
             member = self.members.get(name)
-            if member is None or member.rank != rank:  # gone: its place stays until the next generation
-                member = self.left[name]
+            if member is None or member.rank != rank:  # gone, or back again: its place stays until the next generation
+                member = self.left.get(name) or self.members[name]
             self._to_queue(member)
         states = [m.state for m in self.members.values()]
         self.live = sum(state.live for state in states)

@@ -2,7 +2,6 @@
 
 import math
 import re
-import statistics
 import sys
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lsgd.algorithms import ALGORITHMS
+from lsgd.means import mean_of
 from lsgd.protocol.events import (
     Event,
     GenerationBegan,
@@ -369,6 +369,6 @@ def place(name: str) -> tuple[int, int]:
 
 
 def mean(losses: Iterable[float | None]) -> float | None:
-    """Return the mean of the finite losses; None: there are none."""
+    """Return the mean of the finite losses; None: there are none, or it is not finite."""
     finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return statistics.fmean(finite) if finite else None
+    return shared if finite and math.isfinite(shared := mean_of(finite)) else None

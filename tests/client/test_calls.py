@@ -1,5 +1,6 @@
 """A call that all workers make together, as one worker's requests say it: with the mean of its processes."""
 
+import math
 from collections import deque
 from types import SimpleNamespace
 from typing import Any
@@ -52,6 +53,14 @@ def test_each_request_of_a_call_has_the_mean_of_the_processes() -> None:
     assert bench.grants.met == Met(1, {"val": 5.0}, 2) and not bench.grants.granted
     assert [(r.call, r.numbers, r.last) for r in bench.asked] == [(1, {"val": 2.0}, True)] * 2
     assert [r.seq for r in bench.asked] == [1, 2]
+
+
+def test_no_numbers_of_the_processes_are_too_much_for_their_head() -> None:
+    bench = Bench({"up": -math.inf, "far": 1.7e308})
+    bench.answers.append(Met(1, {}, 2))
+    bench.grants.call({"up": math.inf, "far": 1.7e308})
+    bench.next()
+    assert bench.asked[0].numbers == pytest.approx({"up": math.nan, "far": math.inf}, nan_ok=True)
 
 
 def test_after_a_call_requests_are_as_before() -> None:

@@ -463,6 +463,28 @@ def test_another_algorithm_begins_when_what_is_under_way_has_come(switchboard, s
     assert same(*states(members))
 
 
+def test_in_a_round_its_own_transfer_is_told_and_between_rounds_what_newcomers_lack(
+    switchboard, slow, monkeypatch
+) -> None:
+    """Else the servers could not see that a round which takes long moves: it moves no chunks."""
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
+    entry, told = members.rounds[0].entry, list[str]()
+    exchange = members.replicas[0].exchange
+
+    def telling(*arguments):
+        told.append(entry.transfer())
+        return exchange(*arguments)
+
+    chunks_moved = entry._following.progress
+    assert entry.transfer() == chunks_moved()
+    monkeypatch.setattr(members.replicas[0], "exchange", telling)
+    assert members.run(members.round(3, number=2, new=(2,), source=1)) == [None] * 3
+    monkeypatch.setattr(type(entry._group), "progress", lambda group: "1.0 of 4.0 MB")
+    assert members.run(members.round(4, number=2, new=(2,), source=1)) == [None] * 3
+    assert "1.0 of 4.0 MB" not in told[0] and told[1] == "1.0 of 4.0 MB"
+    assert entry.transfer() == chunks_moved()
+
+
 def test_what_comes_wrong_beside_the_training_is_found_and_comes_again(switchboard, slow) -> None:
     members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
     late, spoilt = members.rounds[2].entry._following, list[int]()

@@ -82,7 +82,8 @@ def nccl(*places: str) -> "Bench":
 class Bench:
     """A coordinator with a clock, and one call for everything that a worker can say.
 
-    Workers are named ``"01"``: the worker 1 of node 0. :attr:`got` has the answers of the last call by that name.
+    Workers are named ``"01"``: the worker 1 of node 0. :attr:`got` has the answers of the last call by that name,
+    :attr:`transfers` what their heartbeats say of a transfer.
     """
 
     def __init__(self, *places: str, plan: Plan | None = None, **settings: object) -> None:
@@ -96,6 +97,7 @@ class Bench:
         self.done: dict[str, int] = {}
         self.committed: dict[str, int] = {}
         self.incarnations: dict[str, int] = {}
+        self.transfers: dict[str, str] = {}
         for place in places:
             self.join(place)
 
@@ -141,7 +143,7 @@ class Bench:
         """Let time pass in steps as a daemon does, with everybody's heartbeats; keep all that the ticks decide."""
         end, whole = self.now + after_s, Decision()
         while True:
-            beats = [Heartbeat(*self.who(place)) for place in self.incarnations]
+            beats = [Heartbeat(*self.who(p), transfer=self.transfers.get(p, "")) for p in self.incarnations]
             decisions = [self.coordinator.handle(beat, self.now) for beat in beats]
             for decision in [*decisions, self.coordinator.tick(self.now)]:
                 whole.answers += decision.answers
@@ -150,6 +152,12 @@ class Bench:
             if self.now >= end:
                 return self.act(whole)
             self.now = min(end, self.now + 1.0)
+
+    def transfer(self, place: str, seconds: int) -> None:
+        """Let time pass while a worker says every second that more bytes of a transfer have moved."""
+        for moved in range(seconds):
+            self.transfers[place] = f"{moved}.0 of 4000.0 MB with node0/worker0 at 8.00 Mbit/s"
+            self.tick(1.0)
 
     def join(self, place: str, incarnation: int = 1, **changes: object) -> dict[str, list[Downward]]:
         self.incarnations[place] = incarnation

@@ -36,6 +36,19 @@ def check_roster(roster: Roster) -> None:
         assert queue.index == index
         assert queue.held == sum(m.held for m in inside if m.join.node == queue.node)
     assert roster.broken or all(m.rank >= 0 for m in everybody if m.synced)
+    _check_restored(roster)
+
+
+def _check_restored(roster: Roster) -> None:
+    """Assert that a server can continue with these members, as from a journal."""
+    members, left = roster.members.values(), roster.left.values()
+    again = Roster(members, left, roster.made, roster.generation, roster.broken)
+    assert (again.live, again.held, again.absent) == (roster.live, roster.held, roster.absent)
+    assert _places(again) == _places(roster)
+
+
+def _places(roster: Roster) -> list[tuple[int, list[str]]]:
+    return [(queue.node, [m.worker for m in queue.members]) for queue in roster.queues.values()]
 
 
 def _check_book(state: RunState) -> None:

@@ -1,5 +1,7 @@
 """What a run has learned is not given up: who has its model is waited for, and comes back with it."""
 
+import json
+
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
 from lsgd.plan.plan import Phase as PlanPhase
@@ -95,6 +97,23 @@ def test_holders_that_were_evicted_come_back_with_the_model() -> None:
     round = bench.round("01", "10")
     assert (round.source, round.new, round.count) == (0, (1,), 3)
     assert bench.roster.made["node0/worker1"] == 0
+
+
+def test_an_evicted_holder_that_is_back_is_kept_when_the_server_is_started_again() -> None:
+    bench = trained("00", "01", iterations=100)
+    back = fall_silent(bench, "00", "01")
+    bench.join("10")
+    bench.ask("10")
+    bench.tick(61)
+    bench.incarnations |= back
+    bench.heartbeat("01")
+    saved = json.loads(json.dumps(capture(bench.state, bench.now)))
+    bench.coordinator = Coordinator(restore(saved, bench.now))
+    assert bench.member("01").state is MemberState.STRAGGLER
+    bench.ask("10", same=True)
+    bench.ask("01")
+    round = bench.round("01", "10")
+    assert (round.source, round.new, round.count) == (0, (1,), 3)
 
 
 def test_who_left_by_itself_does_not_come_back() -> None:

@@ -1,5 +1,6 @@
 """Calls that all workers make together: one answer for all, whoever dies in between."""
 
+import math
 from collections import defaultdict
 from fractions import Fraction
 
@@ -31,6 +32,19 @@ def test_the_mean_comes_when_all_have_come() -> None:
     meet(bench, "10", val=6.0)
     meet(bench, "01", val=2.0)
     assert bench.got == {place: [Met(1, {"val": 3.0}, 3)] for place in ("00", "01", "10")}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "mean"),
+    [((math.inf, -math.inf), math.nan), ((1.7e308, 1.7e308), math.inf), ((math.nan, 1.0), math.nan)],
+)
+def test_no_numbers_are_too_much_for_the_server(numbers: tuple[float, float], mean: float) -> None:
+    bench = started("00", "01")
+    for place, number in zip(("00", "01"), numbers, strict=True):
+        meet(bench, place, val=number)
+    first, second = bench.only("00"), bench.only("01")
+    assert isinstance(first, Met) and isinstance(second, Met)
+    assert first.values == second.values == {"val": pytest.approx(mean, nan_ok=True)}
 
 
 def test_a_barrier_is_a_meeting_without_numbers_even_before_the_first_iteration() -> None:

@@ -173,6 +173,18 @@ def test_a_worker_that_hangs_holds_up_the_end_for_a_while_only() -> None:
     assert bench.state.stopping.code == "stalled" and bench.round_of("00").final
 
 
+def test_a_round_in_which_bytes_move_does_not_end_the_run_of_those_that_have_finished() -> None:
+    bench = started("00", "01", "02", patience_s=5.0)
+    finish(bench, "00", "01", "02")
+    while bench.member("01").round is None:
+        train(bench, "01", 1) if not bench.member("01").held else bench.ask("02", steps=STEPS)
+    bench.transfer("01", 60)
+    assert bench.state.stage == "running" and bench.member("01").round
+    bench.transfers.clear()
+    bench.tick(51.0)
+    assert bench.state.stopping.code == "stalled"
+
+
 @pytest.mark.parametrize("ends", ["the operator", "its node"])
 def test_a_finished_worker_hears_of_any_other_end(ends) -> None:
     bench = started("00", "01")

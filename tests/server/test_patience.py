@@ -287,10 +287,52 @@ def test_a_round_that_nobody_moves_in_fails_by_a_deadline_of_its_own() -> None:
     assert not bench.notes and bench.member("01").state is MemberState.BUSY
     bench.tick(1.0)
     assert bench.codes[0] == "round_fails.stuck"
-    assert bench.got["01"][0] == GenerationOver(1, "node0/worker1 did not complete it within 90 s")
+    assert bench.got["01"][0] == GenerationOver(1, "node0/worker1 did not complete it, and nothing moved for 90 s")
     bench.tick(30.0)
     assert bench.member("01").state is MemberState.STRAGGLER
     assert bench.round("00", "02").new == ()
+
+
+def with_a_long_transfer() -> Bench:
+    """Return a bench in which all have completed a round but one, which moves bytes for longer than any deadline."""
+    bench = started("00", "01", "02", period=1, local_period=1, exchange_timeout_s=6.0)
+    bench.ask_all("00", "01", "02")
+    bench.complete_all("00", "02")
+    bench.transfer("01", 300)
+    assert [*bench.book.open] == [2] and bench.book.failures == 0 and bench.member("01").round
+    return bench
+
+
+def test_a_round_in_which_bytes_move_takes_as_long_as_it_needs() -> None:
+    bench = with_a_long_transfer()
+    bench.complete("01", 2)
+    assert not bench.book.open and bench.book.failures == 0
+
+
+@pytest.mark.parametrize("says", ["the same", "nothing"])
+def test_the_deadline_of_a_round_begins_when_its_transfer_ends_or_stands_still(says: str) -> None:
+    bench = with_a_long_transfer()
+    if says == "nothing":
+        bench.transfers.clear()
+    bench.tick(88.0)
+    assert not bench.notes and bench.book.open
+    bench.tick(2.0)
+    assert bench.codes[0] == "round_fails.stuck"
+
+
+def test_who_falls_silent_in_a_transfer_keeps_its_round_open_for_its_lease_only() -> None:
+    bench = with_a_long_transfer()
+    bench.incarnations.pop("01")
+    bench.tick(11.0)
+    assert bench.codes[:2] == ["leaves.silent", "round_fails.gone.silent"] and not bench.book.open
+
+
+def test_a_transfer_outside_a_round_keeps_no_round_open() -> None:
+    bench = started("00", "01", "02", period=1, local_period=1, exchange_timeout_s=6.0)
+    bench.ask_all("00", "01", "02")
+    bench.complete_all("00", "02")
+    bench.transfer("00", 91)
+    assert not bench.book.open and bench.book.failures == 1
 
 
 def test_without_patience_no_round_fails_by_time() -> None:

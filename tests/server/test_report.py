@@ -4,10 +4,11 @@ import json
 import math
 from itertools import pairwise
 
+from lsgd.algorithms.local import LocalSettings
 from lsgd.protocol.messages import MAX_NBYTES, StopRun
 from lsgd.server.report import MAX_LEADERS, report
 
-from .helpers import Bench
+from .helpers import Bench, make_plan
 
 
 def read(bench: Bench) -> dict:
@@ -71,6 +72,14 @@ def test_a_loss_that_is_no_number_is_still_json() -> None:
     bench.ask("00", loss=math.inf)
     assert read(bench)["members"][0]["loss"] is None
     assert read(bench)["leaders"][0]["losses"] == {"node0/worker0": None}
+
+
+def test_losses_whose_sum_is_beyond_all_numbers_are_told_all_the_same() -> None:
+    bench = Bench("00", "01", plan=make_plan(algorithm=LocalSettings(), workers=2))
+    bench.ask_all("00", "01", w00=1.7e308, w01=1.7e308)
+    assert any("mean training loss inf" in note for note in bench.notes)
+    assert read(bench)["loss"] is None
+    assert read(bench)["leaders"][0]["losses"] == {"node0/worker0": 1.7e308, "node0/worker1": 1.7e308}
 
 
 def test_a_long_history_is_thinned_out_and_fits_in_a_message() -> None:

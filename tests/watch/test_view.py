@@ -20,7 +20,7 @@ from lsgd.protocol.events import (
 from lsgd.protocol.messages import Generation
 from lsgd.watch.history import Series
 from lsgd.watch.reader import Batch
-from lsgd.watch.view import MAX_LINES, MAX_POINTS, MAX_ROUNDS, RunView
+from lsgd.watch.view import MAX_LINES, MAX_POINTS, MAX_ROUNDS, RunView, mean
 
 REPORT = {
     **{"run": "r", "state": "waiting", "reason": "why", "code": "joining", "algorithm": "leader", "period": 8},
@@ -74,6 +74,11 @@ def test_events_change_what_is_the_case() -> None:
     assert (first.state, first.took_s, first.sent_nbytes) == ("completed", 0.25, 100)
     assert (second.state, second.reason) == ("failed", "peer closed")
     assert [line.words for line in view.log] == ["period 16"]
+
+
+def test_a_mean_that_overflows_is_no_loss() -> None:
+    assert mean([1.0, None, 3.0]) == 2.0
+    assert mean([1.7e308, 1.7e308]) is None
 
 
 def test_rate_and_time_left_follow_the_last_seconds() -> None:

@@ -48,6 +48,9 @@ class Following:
         own: what this member has; its shared state changes in rounds.
         left: numbers of the chunks that each newcomer lacks, by rank.
         pause_s: longest that a round may wait for chunks.
+
+    Attributes:
+        beside: whether chunks may travel now, beside the training: not in a round.
     """
 
     def __init__(self, handover: Handover, own: Inventory, left: Mapping[int, Sequence[int]], pause_s: float) -> None:
@@ -56,6 +59,7 @@ class Following:
         self._left = {rank: list(numbers) for rank, numbers in left.items()}
         self._nbytes_per_s = handover.nbytes_per_s
         self._background = Background()
+        self.beside = False
         self._came_in_s, self._came, self._heard = 0.0, 0, 0  # chunks to each newcomer between two rounds
         self._stop_at = math.inf
         self._arrived: dict[int, Tensor] = {}
@@ -71,7 +75,7 @@ class Following:
 
     def proceed(self) -> None:
         """After a round, begin to send what is to arrive before the next one."""
-        self._proceeded_at, self._stop_at = time.monotonic(), math.inf
+        self._proceeded_at, self._stop_at, self.beside = time.monotonic(), math.inf, True
         turns = {rank: numbers[: self._count] for rank, numbers in self._left.items()}
         if self._me == self._source or self._me in turns:
             self._background.start(lambda: self._transfer(turns), self._post.group.device)
@@ -85,6 +89,7 @@ class Following:
         began_at = time.monotonic()
         self._stop_at = began_at + self._pause_s / 2
         self._background.finish()
+        self.beside = False
         self._own.change(self._arrived)
         self._arrived = {}
         own = _TIMES.pack(began_at - self._proceeded_at, self._came_in_s, self._came)

@@ -1,7 +1,6 @@
 """How a worker gets its iterations: it asks the servers, one request after another and ahead of need."""
 
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.replica import Look
 from lsgd.client.iteration.reports import ElectionInput, Stopwatch
 from lsgd.errors import ExchangeError, JoinError, LsgdError, ServerLostError
+from lsgd.means import mean_of
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Go, Met, Pause, Paused, Request, Stop
 
@@ -415,4 +415,4 @@ def _means(reports: list[dict[str, float]]) -> dict[str, float]:
     """Return the means over the processes of an island."""
     if any(report.keys() != reports[0].keys() for report in reports):
         raise LsgdError("the processes of this island average numbers of different names in mean()")
-    return {name: math.fsum(report[name] for report in reports) / len(reports) for name in reports[0]}
+    return {name: mean_of([report[name] for report in reports]) for name in reports[0]}

@@ -160,10 +160,13 @@ class RoundEntry:
 
     def transfer(self) -> str:
         """Return how far a transfer is that takes long; an empty text: none does. Safe from any thread."""
-        group, newcomers = self._group, self._handover or self._following
-        if newcomers is not None:
-            return newcomers.progress()
-        return "" if group is None else group.progress()
+        group, handover, following = self._group, self._handover, self._following
+        if handover is not None:
+            return handover.progress()
+        own = "" if group is None else group.progress()
+        if following is None or (own and not following.beside):
+            return own
+        return following.progress()
 
     def leave(self, *, cut: bool = False) -> None:
         """Drop the process groups, so that members waiting for this worker fail at once; ``cut``: also an exchange."""
