@@ -339,12 +339,14 @@ class LocalSGD(Delayed):
             for here, piece in mean() if not self.settings.per_contributor else ():
                 parts = (torch.split(y[here], PIECE_NUMEL) for y in (x, c, kept, lost[index]))
                 for now, common, residual, rest, total in zip(*parts, torch.split(piece, PIECE_NUMEL), strict=True):
-                    own = now.to(common.dtype) - common
-                    others = total.to(common.dtype, copy=True).mul_(group.size)
+                    kind = torch.promote_types(total.dtype, torch.float32)
+                    own = (now - common).to(kind)
+                    if lossy:
+                        others = torch.add(rest, total, alpha=group.size).sub_(residual, alpha=decay)
+                    else:
+                        others = total.to(kind) * group.size
                     if sends:
                         others -= own
-                    if lossy:
-                        others.add_(rest).sub_(residual, alpha=decay)
                     found.append(torch.stack([torch.dot(own, others), torch.dot(others, others)]).to(torch.float64))
         return torch.stack(found).sum(0)
 

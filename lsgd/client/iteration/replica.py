@@ -338,7 +338,7 @@ class Replica:
         if not finite:
             logger.warning(LEFT_OUT)
         counted = _said_by_all(finite and group.rank not in order.new and self.algorithm.counts, group)
-        means = mean_of(own, group, counted) if any(counted) else led or of_member(order.leader, own, group)
+        means = means_of_members(own, group, counted) if any(counted) else led or of_member(order.leader, own, group)
         follows = self.run.consensus == "leader"
         if follows and any(counted) and not counted[order.leader]:
             logger.warning("the model of the leader, rank %d, does not count: the average replaces it", order.leader)
@@ -366,7 +366,7 @@ def of_member(rank: int, tensors: Sequence[Tensor], group: WorkerGroup) -> list[
     return copies
 
 
-def mean_of(tensors: Sequence[Tensor], group: WorkerGroup, counted: Sequence[bool]) -> list[Tensor]:
+def means_of_members(tensors: Sequence[Tensor], group: WorkerGroup, counted: Sequence[bool]) -> list[Tensor]:
     """Return the means over the members that are ``counted``, at least one."""
     count, own = sum(counted), counted[group.rank]
     means = [x / count if own else torch.zeros_like(x) for x in tensors]
