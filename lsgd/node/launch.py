@@ -39,6 +39,7 @@ from lsgd.protocol.keys import (
     OPERATOR,
     TOKEN_VARIABLE,
     KeyRing,
+    adopted_folder,
     connector_keys,
     default_folder,
     is_local,
@@ -235,7 +236,7 @@ def _take_over(
         raise ConfigError(f"the journal {path} cannot be written: {error}") from None
     access = ["--insecure"] if settings.insecure else []
     if keys is not None:
-        ring = KeyRing.adopt(folder / f"node{node}-keys", keys.secret, local.copy.allowed, local.copy.certificate)
+        ring = KeyRing.adopt(adopted_folder(folder, node), keys.secret, local.copy.allowed, local.copy.certificate)
         access = ["--keys", str(ring.folder)]
     host, port = place_of(offer)
     servers = _serving(offer, path, free_port(host, port + 1) if local.relay[0] else 0, access, "--continue")

@@ -25,6 +25,9 @@ from lsgd.digests import CHUNK_NBYTES
 from lsgd.errors import ConfigError
 from lsgd.node import storing
 from lsgd.node.launch import LaunchSettings
+from lsgd.protocol.credentials import run_certificate
+from lsgd.protocol.keys import KeyRing, adopted_folder
+from lsgd.protocol.sockets import new_key_pair
 from lsgd.run_folder import CHECKPOINTS
 from lsgd.store import manifest as manifests
 from lsgd.store import restore as restoring
@@ -154,18 +157,39 @@ def test_one_that_starts_again_sends_nothing_twice(machine) -> None:
 
 def test_nothing_private_leaves_the_machine_and_only_node_0_has_results(machine, tmp_path) -> None:
     private = ("node0.log", "node0.lock", "join.txt", "journal.sqlite", "journal.sqlite-wal", "result.json.tmp")
-    for name in (*private, "model-x1.tmp/model.safetensors", "tensorboard/events", "result.json"):
+    keys = ("node0-keys/server.key", "node0-keys/allowed", "node1-keys/certificate.pem", "node1-keys/node2.token")
+    others = ("node12-keys/tmpx1", "mine/keys/server.key", "mine/keys/allowed", "certificate.pem", "operator.token")
+    for name in (
+        *private,
+        *keys,
+        *others,
+        "model-x1.tmp/model.safetensors",
+        "tensorboard/events",
+        "node-keys/allowed.txt",
+        "result.json",
+    ):
         machine.writes(name, "x")
     machine.uploads_all()
     assert machine.store.names("") == ["result.json"]
     machine.uploads_all(final=True)
-    assert machine.store.names("") == ["result.json", "tensorboard/events"]
+    assert machine.store.names("") == ["node-keys/allowed.txt", "result.json", "tensorboard/events"]
     other = Machine(tmp_path / "two", machine.store, node=1)
     other.writes("result.json", "y")
     other.checkpoint(8, "node1-worker0")
     other.checkpoint(8, "node0-worker0")
     other.uploads_all(final=True)
     assert machine.store.read("result.json") == b"x" and machine.has() == {"run-aa/8/node1-worker0"}
+
+
+def test_the_keys_of_a_node_that_serves_stay_on_its_machine(machine) -> None:
+    _, secret = new_key_pair()
+    certificate = run_certificate(secret, "aa")
+    ring = KeyRing.adopt(adopted_folder(machine.folder, 0), secret, {"node1": secret}, certificate)
+    KeyRing.make(ring.folder, ["node3"])
+    assert len(list(ring.folder.iterdir())) == 4
+    machine.writes("result.json", "{}")
+    machine.uploads_all(final=True)
+    assert machine.store.names("") == ["result.json"]
 
 
 def test_results_that_change_go_now_and_then_and_at_the_end(machine) -> None:
