@@ -5,6 +5,8 @@ import json
 import os
 import re
 import resource
+import signal
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -587,3 +589,84 @@ def test_the_end_of_standard_input_is_that_of_the_launcher(monkeypatch) -> None:
     monkeypatch.setattr(upload.sys, "stdin", io.TextIOWrapper(io.BytesIO(upload.END)))
     upload._listen(told)
     assert told.is_set() and ends == [1]
+
+
+# -- the wait at the end ----------------------------------------------------------------------------------------
+
+
+class Ending:
+    """A run's end: a store, what it says, and a process in place of its own that ends when a test says so."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told = list[str]()
+        self._may_end = folder / "may end"
+        os.mkfifo(self._may_end)
+        self.store = storing.Storing("memory://run", folder, 0, os.environ)
+        self.store._arguments = [sys.executable, "-c", f"open({str(self._may_end)!r}).read()"]
+        monkeypatch.setattr(storing, "_show", self._hear)
+        self.when_waiting: Callable[[], object] = self.let_end
+
+    def let_end(self) -> None:
+        self._may_end.open("w").close()
+
+    def _hear(self, line: str) -> None:
+        self.told.append(line.removeprefix("[launch] ").partition(" of this run")[0])
+        if "waiting" in line:
+            self.when_waiting()
+
+    def finish(self) -> list[str]:
+        with self.store.noticing():
+            self.store.begin(self.told.append)
+            self.store.finish(wait_s=300.0)
+        self.store.join(20)
+        return self.told
+
+
+@pytest.fixture
+def ending(tmp_path, monkeypatch) -> Ending:
+    return Ending(tmp_path, monkeypatch)
+
+
+HUNG_UP, TERMINATED = (f"{name}: memory://run gets the last files" for name in ("SIGHUP", "SIGTERM"))
+WAITS = "waiting up to 300 s until memory://run has the rest; Ctrl-C ends the wait"
+
+
+def test_a_terminal_that_is_closed_does_not_end_the_wait_for_the_store(ending) -> None:
+    def hang_up() -> None:
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        ending.let_end()
+
+    ending.when_waiting = hang_up
+    told = ending.finish()
+    assert told == [WAITS, HUNG_UP, TERMINATED, HUNG_UP, "memory://run has the results and the newest checkpoints"]
+    assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_a_second_sigterm_ends_the_wait_for_the_store(ending) -> None:
+    def terminate() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    ending.when_waiting = terminate
+    waits, first, lacks = ending.finish()
+    assert (waits, first) == (WAITS, TERMINATED) and lacks == "memory://run lacks files"
+
+
+def test_after_two_sigterms_nothing_waits_for_the_store(ending) -> None:
+    with ending.store.noticing():
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        first, hung_up, lacks = ending.finish()
+    assert (first, hung_up, lacks) == (TERMINATED, HUNG_UP, "memory://run lacks files")
+
+
+def test_where_hang_ups_are_ignored_they_stay_so(ending) -> None:
+    """As below nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ending.when_waiting = lambda: (os.kill(os.getpid(), signal.SIGHUP), ending.let_end())
+        assert HUNG_UP not in ending.finish() and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
