@@ -4,6 +4,7 @@ The pieces depend only on a tensor's size, so a member with a GPU and one withou
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -52,15 +53,21 @@ def copier_of(device: torch.device) -> Copier | None:
 
 
 class Staged:
-    """A contiguous tensor in ``pieces`` in host memory, by its size or in ``count``; no copier: it is there already."""
+    """A contiguous tensor in ``pieces`` in host memory.
 
-    def __init__(self, tensor: Tensor, copier: Copier | None, count: int | None = None) -> None:
-        self._parts = tensor.view(-1).tensor_split(count or max(1, tensor.nbytes // PIECE_NBYTES))
+    Args:
+        copier: None: it is in host memory already.
+        numels: the pieces' numbers of elements; empty: equal ones, by the tensor's size.
+    """
+
+    def __init__(self, tensor: Tensor, copier: Copier | None, numels: Sequence[int] = ()) -> None:
+        flat = tensor.view(-1)
+        equal = max(1, tensor.nbytes // PIECE_NBYTES)
+        self._parts: Sequence[Tensor] = flat.split(list(numels)) if numels else flat.tensor_split(equal)
         self._copier = copier
         self._copies: dict[int, Copying] = {}
-        self.pieces = (
-            self._parts if copier is None else copier.host_like(tensor.view(-1)).tensor_split(len(self._parts))
-        )
+        lengths = [part.numel() for part in self._parts]
+        self.pieces = self._parts if copier is None else copier.host_like(flat).split(lengths)
 
     def fill(self) -> None:
         """Begin to copy the tensor to host memory."""
