@@ -5,6 +5,7 @@ The pieces depend only on a tensor's size, so a member with a GPU and one withou
 
 import functools
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -62,12 +63,10 @@ class Staged:
 
     def __init__(self, tensor: Tensor, copier: Copier | None, numels: Sequence[int] = ()) -> None:
         flat = tensor.view(-1)
-        equal = max(1, tensor.nbytes // PIECE_NBYTES)
-        self._parts: Sequence[Tensor] = flat.split(list(numels)) if numels else flat.tensor_split(equal)
+        self._parts = _split(flat, numels)
         self._copier = copier
         self._copies: dict[int, Copying] = {}
-        lengths = [part.numel() for part in self._parts]
-        self.pieces = self._parts if copier is None else copier.host_like(flat).split(lengths)
+        self.pieces = self._parts if copier is None else _split(copier.host_like(flat), numels)
 
     def fill(self) -> None:
         """Begin to copy the tensor to host memory."""
@@ -96,3 +95,9 @@ class Staged:
     def _wait(self, index: int) -> None:
         if (copying := self._copies.pop(index, None)) is not None:
             copying.synchronize()
+
+
+def _split(flat: Tensor, numels: Sequence[int]) -> Sequence[Tensor]:
+    if numels:
+        return flat.tensor_split(list(accumulate(numels))[:-1])
+    return flat.tensor_split(max(1, flat.nbytes // PIECE_NBYTES))
