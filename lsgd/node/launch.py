@@ -11,6 +11,7 @@ import os
 import secrets
 import shlex
 import shutil
+import signal
 import sqlite3
 import stat
 import sys
@@ -39,6 +40,7 @@ from lsgd.protocol.keys import (
     OPERATOR,
     TOKEN_VARIABLE,
     KeyRing,
+    adopted_folder,
     connector_keys,
     default_folder,
     is_local,
@@ -51,6 +53,7 @@ from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
 from lsgd.protocol.sockets import ConnectorKeys, Listener
 from lsgd.run_folder import CHECKPOINTS, JOURNAL, claimed, is_unfinished, runs
+from lsgd.server.daemon import Signals
 from lsgd.server.journal import Journal, taken_over
 from lsgd.watch import results
 from lsgd.watch.curves import check
@@ -150,12 +153,13 @@ def launch(settings: LaunchSettings) -> int:
             results.clear(settings.run_dir, resume=settings.resume)
         _show_tokens(lines, settings.run_dir)
         store = storing.Storing(settings.store, settings.run_dir, place.node, environ) if settings.store else None
-        (status, *end), serves = _run(settings, network, followed, keys, servers, environ, store)
-        if serves:
-            lines = results.finish(settings.run_dir, status, *end)
-            show("".join(f"{LAUNCHER}{line}\n" for line in lines), sys.stdout)
-        if store is not None:
-            store.finish()
+        with ExitStack() as after:
+            (status, *end), serves = _run(settings, network, followed, keys, servers, environ, store, after)
+            if serves:
+                lines = results.finish(settings.run_dir, status, *end)
+                show("".join(f"{LAUNCHER}{line}\n" for line in lines), sys.stdout)
+            if store is not None:
+                store.finish()
         return status
 
 
@@ -167,10 +171,12 @@ def _run(
     servers: Mapping[str, Sequence[str]],
     environ: dict[str, str],
     store: storing.Storing | None,
+    after: ExitStack,
 ) -> tuple[tuple[int, str, str], bool]:
     """Return the node's exit status, how the run ended (as :meth:`Node.conclude`), and whether it served it last.
 
-    ``followed``: where the global server was that an earlier launcher of this node followed.
+    ``followed``: where the global server was that an earlier launcher of this node followed. ``after``: takes what
+    handles signals from the run's end on.
     """
     name, folder = node_name(settings.place.node), socket_folder()
     local, incarnation = f"ipc://{folder / SOCKET_NAME}", secrets.randbits(63)
@@ -207,7 +213,14 @@ def _run(
         outlives = bool(servers) and settings.place.nodes > 1
         serve = partial(_take_over, settings, server, offer, keys, environ)
         node = Node(name, commands, server, start, screen.say, panel=panel, outlives=outlives, serve=serve)
-        node.run()
+        signals = Signals(signal.SIGHUP)
+        after.callback(signals.restore)
+        node.run(signals)
+        if store is not None:
+            after.enter_context(store.noticing())
+            signals.restore(signal.SIGINT)
+        else:
+            signals.restore()
     return node.conclude(), node.serves
 
 
@@ -235,7 +248,7 @@ def _take_over(
         raise ConfigError(f"the journal {path} cannot be written: {error}") from None
     access = ["--insecure"] if settings.insecure else []
     if keys is not None:
-        ring = KeyRing.adopt(folder / f"node{node}-keys", keys.secret, local.copy.allowed, local.copy.certificate)
+        ring = KeyRing.adopt(adopted_folder(folder, node), keys.secret, local.copy.allowed, local.copy.certificate)
         access = ["--keys", str(ring.folder)]
     host, port = place_of(offer)
     servers = _serving(offer, path, free_port(host, port + 1) if local.relay[0] else 0, access, "--continue")

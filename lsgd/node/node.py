@@ -16,7 +16,7 @@ from lsgd.node.restarts import RESTART_WINDOW_S, Restart, Restarts
 from lsgd.node.screen import show
 from lsgd.protocol.processes import Orphans
 from lsgd.protocol.sockets import Polled
-from lsgd.server.daemon import MOVED, TICK_S, Ending, Signals
+from lsgd.server.daemon import MOVED, TICK_S, Ending
 
 STOP_PATIENCE_S = 120.0
 """How long a stopping run may take for its last round and for saving."""
@@ -60,10 +60,11 @@ class Node:
     """Runs the processes of a node until all have ended, or ends them.
 
     The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) ends the run, or this node's part of it: the servers tell the
-    workers. A second one kills all processes at once. If a process fails, the run is stopped the same way. But a
-    process that was killed by a signal or evicted, or a server that failed in its own code, is restarted first, as
-    often as :class:`Restarts` says. Workers that do not end, or that no server can reach, are asked to save and leave.
-    Then the processes are ended by role, in the order of :class:`Role`.
+    workers. A second one kills all processes at once, but no SIGHUP does: a terminal that is closed may send two. If a
+    process fails, the run is stopped the same way. But a process that was killed by a signal or evicted, or a server
+    that failed in its own code, is restarted first, as often as :class:`Restarts` says. Workers that do not end, or
+    that no server can reach, are asked to save and leave. Then the processes are ended by role, in the order of
+    :class:`Role`.
 
     Args:
         name: name of the node.
@@ -112,9 +113,8 @@ class Node:
         self._restarts = Restarts()
         self._due: dict[str, float] = {}  # when to restart it, by name
 
-    def run(self) -> None:
-        """Run all processes until they have ended."""
-        signals = Signals(signal.SIGHUP)
+    def run(self, signals: Ending) -> None:
+        """Run all processes until they have ended, or ``signals`` say that this node is to end."""
         local = next((c.environment.get("LSGD_LOCAL", "") for c in self._commands if c.role is Role.WORKER), "")
         orphans = Orphans(f"LSGD_LOCAL={local}", lambda: [child.process.pid for child in self._children])
         poller = Polled(lambda: (*self._local.sources, signals.wakeup))
@@ -134,7 +134,6 @@ class Node:
                 self._say(f"ended what the workers' scripts had left running: processes {left}")
             if self._panel:
                 self._panel.close()
-            signals.restore()
 
     def begin(self) -> None:
         """Start all processes."""
@@ -305,6 +304,8 @@ class Node:
             self._end_cleanly()
 
     def _stop(self, number: signal.Signals) -> None:
+        if self._signalled and number is signal.SIGHUP:
+            return
         if self._signalled:
             self._end([_Step(tuple(Role), KILL_PATIENCE_S, signal.SIGKILL)])
             return

@@ -91,6 +91,7 @@ class Storing(threading.Thread):
         self._complete = self._killed = False
         self._lock = threading.Lock()  # of the process: it gets to know the end once, also if it is just starting
         self._process: subprocess.Popen[bytes] | None = None
+        self._terms, self._waits = 0, False
 
     def begin(self, show: Callable[[str], None]) -> None:
         """Start, with a function that shows a line."""
@@ -115,21 +116,53 @@ class Storing(threading.Thread):
             if not self._complete:
                 self._pause.wait(RESTART_PAUSE_S)
 
+    @contextmanager
+    def noticing(self) -> Iterator[None]:
+        """Take SIGTERM and SIGHUP, unless it is ignored, for notices that time is short: the store gets the rest first.
+
+        They end nothing but the wait of :meth:`finish`: a second SIGTERM does, also one from before it. Hang-ups do
+        not, because one terminal may send several.
+        """
+        numbers = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._notice) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        self._terms += number == signal.SIGTERM
+        if self._terms < 2:
+            name = signal.Signals(number).name
+            _show(f"{LAUNCHER}{name}: {self.url} gets the last files of this run first; a second SIGTERM ends the wait")
+        elif self._waits:
+            raise KeyboardInterrupt
+
     def finish(self, wait_s: float = WAIT_S) -> None:
         """Wait until the store has everything, or the time is up; Ctrl-C or a second SIGTERM ends the wait."""
         with self._lock:
             self._ending.set()
             self._tell_end()
-        with suppress(KeyboardInterrupt), _taking_terms(wait_s):
-            self.join(min(1.0, wait_s))
-            if self.is_alive():
-                _show(f"{LAUNCHER}waiting up to {wait_s:g} s until {self.url} has the rest; Ctrl-C ends the wait")
-                self.join(wait_s)
+        with suppress(KeyboardInterrupt):
+            self._wait(wait_s)
         if self._complete:
             _show(f"{LAUNCHER}{self.url} has the results and the newest checkpoints")
         else:
             self._kill()
             _show(f"{LAUNCHER}{self.url} lacks files of this run, which are in {self._folder}; see {self._log}")
+
+    def _wait(self, wait_s: float) -> None:
+        self._waits = True
+        try:
+            if self._terms > 1:
+                return
+            self.join(min(1.0, wait_s))
+            if self.is_alive():
+                _show(f"{LAUNCHER}waiting up to {wait_s:g} s until {self.url} has the rest; Ctrl-C ends the wait")
+                self.join(wait_s)
+        finally:
+            self._waits = False
 
     def _upload(self) -> int:
         """Run the process once; return its exit code."""
@@ -168,25 +201,6 @@ class Storing(threading.Thread):
     def _say(self, text: str) -> None:
         append_line(self._log, text)
         self.show(f"{PREFIX}{text}")
-
-
-@contextmanager
-def _taking_terms(wait_s: float) -> Iterator[None]:
-    """Take SIGTERM for a notice that time is short: the first changes nothing, the second interrupts."""
-    terms = 0
-
-    def take(number: int, frame: FrameType | None) -> None:
-        nonlocal terms
-        terms += 1
-        if terms > 1:
-            raise KeyboardInterrupt
-        _show(f"{LAUNCHER}SIGTERM: still waiting up to {wait_s:g} s for the store; a second one ends the wait")
-
-    before = signal.signal(signal.SIGTERM, take)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _show(line: str) -> None:

@@ -18,7 +18,7 @@ import re
 import socket
 import tempfile
 from collections.abc import Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from lsgd.errors import ConfigError
 from lsgd.protocol.sockets import KEY_NBYTES, ConnectorKeys, new_key_pair, public_key
@@ -28,11 +28,13 @@ KEYS_VARIABLE = "LSGD_KEYS"
 OPERATOR = "operator"
 """Name of the key for ``lsgd status``, ``set`` and ``stop``; a node's key works as well."""
 
-CERTIFICATE = "certificate.pem"
-"""File of the run's certificate, in the ring of a node that serves instead of another."""
+SERVER_KEY, ALLOWED, CERTIFICATE, TOKEN_SUFFIX = "server.key", "allowed", "certificate.pem", ".token"
+"""Files of a key ring: the secret key, the list, and tokens, by their ending. The run's certificate, with its key, is
+in the ring of a node that serves instead of another."""
 
 _PREFIX = "lsgd1"
 _NAME = re.compile(r"[a-z][a-z0-9]*")
+_ADOPTED = re.compile(r"node\d+-keys")
 
 
 def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -50,7 +52,18 @@ def node_name(node: int) -> str:
 
 def token_path(name: str, folder: Path | None = None) -> Path:
     """Return the file of a token in a key ring, or in the default one."""
-    return (folder or default_folder()) / f"{name}.token"
+    return (folder or default_folder()) / f"{name}{TOKEN_SUFFIX}"
+
+
+def adopted_folder(run_folder: Path, node: int) -> Path:
+    """Return the place of the key ring with which a node serves instead of another."""
+    return run_folder / f"node{node}-keys"
+
+
+def is_secret(path: PurePath) -> bool:
+    """Return whether a file in a run folder belongs to a key ring, by the names on its path from there."""
+    ring = any(_ADOPTED.fullmatch(part) for part in path.parts)
+    return ring or path.name in (SERVER_KEY, ALLOWED, CERTIFICATE) or path.name.endswith(TOKEN_SUFFIX)
 
 
 class KeyRing:
@@ -65,11 +78,11 @@ class KeyRing:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._allowed_path = folder / "allowed"
+        self._allowed_path = folder / ALLOWED
         self._names: dict[bytes, str] = {}
         self._read_at = (-1, -1, -1)
         self.trouble = ""
-        key = folder / "server.key"
+        key = folder / SERVER_KEY
         self.secret = _key(_read_private(key), key)
         self.public = public_key(self.secret)
         self._read()
@@ -84,10 +97,10 @@ class KeyRing:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _refuse_writable(folder, "700")
-            if not (folder / "server.key").exists():
+            if not (folder / SERVER_KEY).exists():
                 _, secret = new_key_pair()
-                _write(folder / "server.key", _text(secret), replace=False)
-                _write(folder / "allowed", "", replace=False)
+                _write(folder / SERVER_KEY, _text(secret), replace=False)
+                _write(folder / ALLOWED, "", replace=False)
             ring = cls(folder)
             for name in names:
                 ring._add(name)
@@ -106,8 +119,8 @@ class KeyRing:
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _write(folder / "server.key", _text(secret))
-            _write(folder / "allowed", "".join(f"{name} {_text(public)}\n" for name, public in allowed.items()))
+            _write(folder / SERVER_KEY, _text(secret))
+            _write(folder / ALLOWED, "".join(f"{name} {_text(public)}\n" for name, public in allowed.items()))
             _write(folder / CERTIFICATE, certificate.decode())
         except OSError as error:
             raise ConfigError(f"the keys in {folder} cannot be written: {error.strerror}") from None
@@ -206,7 +219,7 @@ def listener_keys(address: str, folder: Path | None, *, insecure: bool) -> KeyRi
         if is_local(address) or insecure:
             return None
         folder = default_folder()
-        if not (folder / "server.key").exists():
+        if not (folder / SERVER_KEY).exists():
             raise ConfigError(
                 f"other machines can reach {address}, and without keys any of them can join the run or end it; make "
                 f"keys with `lsgd keygen --nodes N`, or give --insecure if you trust everybody on the network"
@@ -293,7 +306,7 @@ def _refuse_writable(path: Path, mode: str) -> None:
 
 def _write(path: Path, text: str, *, replace: bool = True) -> None:
     """Write a private file, whole or not at all; an existing one stays unless ``replace``."""
-    number, name = tempfile.mkstemp(dir=path.parent)
+    number, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:
         with os.fdopen(number, "w") as stream:
             stream.write(f"{text}\n" if text and not text.endswith("\n") else text)

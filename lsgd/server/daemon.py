@@ -117,10 +117,10 @@ class Signals(Ending):
         numbers = [number for number in (signal.SIGTERM, *more) if signal.getsignal(number) is not signal.SIG_IGN]
         self._before = {number: signal.signal(number, self._note) for number in (signal.SIGINT, *numbers)}
 
-    def restore(self) -> None:
-        """Handle signals as before."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def restore(self, *numbers: signal.Signals) -> None:
+        """Handle these signals, or all, as before."""
+        for number in numbers or self._before:
+            signal.signal(number, self._before[number])
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.ask(signal.Signals(number).name)

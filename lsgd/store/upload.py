@@ -11,8 +11,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from lsgd.protocol.keys import is_secret
 from lsgd.run_folder import CHECKPOINTS, JOURNAL
 from lsgd.store import manifest as manifests
 from lsgd.store.manifest import Manifest, is_checkpoint, manifest_of
@@ -43,7 +44,7 @@ END = b"end\n"
 """What standard input says when the run has ended, and all its files are written."""
 
 PRIVATE = (".log", ".lock", ".tmp", "join.txt", JOURNAL, f"{JOURNAL}-wal", f"{JOURNAL}-shm")
-"""Endings of names that stay on this machine: output, locks, tokens and the journal."""
+"""Endings of names that stay on this machine, as keys do: output, locks, lines with tokens, and the journal."""
 
 
 class Uploads:
@@ -118,8 +119,7 @@ class Uploads:
         found = []
         for path in sorted(self._folder.rglob("*") if final else self._folder.glob("*")):
             name = path.relative_to(self._folder).as_posix()
-            private = name.endswith(PRIVATE) or ".tmp/" in name or name.startswith(f"{CHECKPOINTS}/")
-            if not private and path.is_file() and (now := _version(path)) != self._sent.get(name):
+            if not _stays(name) and path.is_file() and (now := _version(path)) != self._sent.get(name):
                 found.append((name, now[1]))
         if not found:
             self._results_due_s = self._clock() + RESULTS_EVERY_S
@@ -151,6 +151,12 @@ class Uploads:
         version = _version(self._folder / name)
         self._store.upload(name, self._folder / name)
         self._sent[name] = version
+
+
+def _stays(name: str) -> bool:
+    """Return whether a file of a run folder is no result: private, half written, or a checkpoint."""
+    checkpoint = name.startswith(f"{CHECKPOINTS}/")
+    return checkpoint or name.endswith(PRIVATE) or ".tmp/" in name or is_secret(PurePosixPath(name))
 
 
 def _file(manifest: Manifest) -> str:

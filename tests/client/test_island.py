@@ -1,6 +1,8 @@
 """The processes of an island decide and vote together; here they are threads of one process."""
 
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -15,18 +17,20 @@ from torch import nn
 from lsgd.algorithms.base import Commit
 from lsgd.algorithms.local import LocalSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.control import island as module
 from lsgd.client.control.island import ElsewhereError, FollowerChannel, Island
 from lsgd.client.groups.base import Members
 from lsgd.client.groups.mirror import HeadGroup, Mirror
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.collectives.group import Transfer
-from lsgd.errors import ConfigError, ExchangeError, LsgdError
+from lsgd.errors import ConfigError, ExchangeError, IslandError, LsgdError
 from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Round
 
+from ..integration.running import until
 from .bench import Switchboard, generation, together
 
 
@@ -98,6 +102,43 @@ def test_nobody_waits_for_a_process_that_makes_another_call_or_none() -> None:
         processes[1].close()
         with pytest.raises(LsgdError, match="has left the run"):
             processes[0].gather("votes", 1)
+
+
+@pytest.mark.parametrize("call", ["votes", "saves"])
+def test_the_head_waits_for_a_process_that_works_and_says_so(monkeypatch, caplog, call) -> None:
+    monkeypatch.setattr(module, "SAID_AFTER_S", 0.01)
+
+    def work(rank: int) -> object:
+        if rank == 1:
+            until(lambda: caplog.text.count("for process 1 of its island, which runs") > 1, "it has said so twice")
+        return processes[rank].gather(call if rank == 1 else "votes", rank)
+
+    with island(3) as processes:
+        results = together(work, range(3))
+        if call == "votes":
+            assert results == [[0, 1, 2]] * 3
+        else:
+            assert all(isinstance(result, LsgdError) for result in results)
+            assert "this process votes (call 1), but process 1 of its island saves (call 1)" in str(results[0])
+    waited = re.findall(r"this process votes, and has waited ([\d.]+) s for process (\d)", caplog.text)
+    assert waited[:2] == [("0.01", "1"), ("0.02", "1")]
+
+
+def test_the_head_does_not_wait_for_a_process_that_falls_silent(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(module, "SAID_AFTER_S", 0.01)
+    monkeypatch.setattr(module, "STUCK_AFTER_S", 600.0)  # else this process, which is both, would end
+    with island(2) as processes:
+
+        def fall_silent() -> int:
+            until(lambda: "for process 1 of its island, which runs" in caplog.text, "the head waits")
+            processes[0].has_joined(0.0)
+            return 1
+
+        with ThreadPoolExecutor(1) as other:
+            asked = other.submit(fall_silent)
+            with pytest.raises(IslandError, match="process 1 of this island has been silent for"):
+                processes[0].gather("votes", 0)
+            assert asked.result() == 1
 
 
 @pytest.mark.parametrize("numel", [3, 100_003])

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -19,11 +20,12 @@ import pytest
 import torch
 
 from benchmarks.testbed import Testbed
-from lsgd.client.groups import mesh, stream
+from lsgd.client.groups import mesh, stream, tcp_group
 from lsgd.client.groups.handshake import context_of
+from lsgd.client.groups.staging import PIECE_NBYTES
 from lsgd.client.groups.stream import HEADER, Loop, Operation
 from lsgd.client.groups.stream_ends import OutgoingStream
-from lsgd.client.groups.tcp_group import TcpGroup
+from lsgd.client.groups.tcp_group import RELAYED_PIECES, TcpGroup, relayed_numels
 from lsgd.errors import ExchangeError
 from lsgd.protocol.credentials import run_certificate
 
@@ -317,6 +319,65 @@ def test_a_connection_that_is_silent_fails_though_another_moves(clock) -> None:
     said = all_at_once(groups, work)[0]
     network.close()
     assert said.endswith("gave up: node2/worker0 did not do its part in time")
+
+
+def longest_silence(nbytes: Sequence[int], rates: Sequence[float]) -> float:
+    """Return how long any member of a broadcast hears nothing, in these pieces over links of these rates.
+
+    All links work at once. A piece leaves a member when it is there, and the one before it has left.
+    """
+    longest, there = 0.0, [0.0] * len(nbytes)
+    for rate in rates:
+        heard = 0.0
+        for index, length in enumerate(nbytes):
+            begins = max(there[index], heard)
+            longest, heard = max(longest, begins - heard), begins + length / rate
+            there[index] = heard
+    return longest
+
+
+@pytest.mark.parametrize("nbytes", [200_000, 30_000_000, 1_000_000_000, 20_000_000_000])
+@pytest.mark.parametrize("size", [3, 4, 7, 32, 66])
+def test_no_member_of_a_broadcast_is_silent_for_longer_than_a_piece_takes(size, nbytes) -> None:
+    numels = relayed_numels(nbytes // 4, 4, size)
+    assert sum(numels) == nbytes // 4 and 0 < min(numels)
+    assert len(numels) <= 8 * size + nbytes // PIECE_NBYTES + size
+    pieces = [4 * numel for numel in numels]
+    assert longest_silence(pieces, [1.0] * (size - 1)) <= PIECE_NBYTES
+    for slow in {0, size // 2 - 1, size - 2}:
+        rates = [1.0 if link == slow else 1e6 for link in range(size - 1)]
+        assert longest_silence(pieces, rates) <= PIECE_NBYTES * 1.001
+
+
+def test_the_last_member_of_a_broadcast_hears_of_it_before_the_first_has_much(monkeypatch) -> None:
+    piece = 1 << 18
+    monkeypatch.setattr(tcp_group, "PIECE_NBYTES", piece)
+    moved = threading.Condition()
+
+    def first(data: bytes, before: int) -> bytes:
+        with moved:
+            assert moved.wait_for(lambda: before - last.carried_nbytes <= 2 * piece, 20), "the last one hears nothing"
+        return data
+
+    def others(data: bytes, before: int) -> bytes:
+        with moved:
+            moved.notify_all()
+        return data
+
+    networks = [Network(first), Network(others), Network()]
+    last = networks[1]
+    sent = torch.arange(2_000_000)
+    assert sent.nbytes / (3 * RELAYED_PIECES) > 2.2 * piece
+    groups, _ = members(3, [b""] * 3, routes=lambda me, endpoint_of: networks[me].routes(me, endpoint_of))
+
+    def work(group: TcpGroup) -> bool:
+        x = sent.clone() if group.rank == 0 else torch.zeros_like(sent)
+        group.broadcast(x, 0)
+        return x.equal(sent)
+
+    assert all_at_once(groups, work) == [True] * 3
+    for network in networks:
+        network.close()
 
 
 # -- connections that break -------------------------------------------------------------------------------------

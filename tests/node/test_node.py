@@ -219,6 +219,16 @@ def test_a_second_signal_kills_at_once() -> None:
     assert "SIGKILL to server, worker" in world.out
 
 
+@pytest.mark.parametrize("first", ["SIGHUP", "SIGTERM"])
+def test_a_terminal_that_hangs_up_twice_lets_the_workers_save(first) -> None:
+    world = World({"server": server, "worker": worker})
+    assert world.passes(0.5)
+    for name in (first, "SIGHUP"):
+        world.ending.ask(name)
+    assert world.finish() == 0, world.out
+    assert "[worker] saved" in world.out and "SIGKILL" not in world.out
+
+
 def test_servers_end_after_the_workers() -> None:
     def deaf(process):
         process.handled = []

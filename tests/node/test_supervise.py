@@ -27,7 +27,7 @@ from lsgd.node.transcript import MAX_LINE_NCHARS, Transcript
 from ..integration.running import holders
 
 DRIVER = """
-import json, os, sys
+import json, os, signal, sys
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -37,6 +37,7 @@ from lsgd.node.process import Command, Process, Role
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading
 from lsgd.protocol.processes import Processes
+from lsgd.server.daemon import Signals
 
 here, scripts, options = Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3])
 vars(node).update(options["patience"])
@@ -83,7 +84,7 @@ commands = [
 ]
 with closing(Screen()) as screen, closing(Reading()) as reading:
     node = node.Node("node0", commands, Local(), partial(Process, screen=screen, reading=reading), screen.say)
-    node.run()
+    node.run(Signals(signal.SIGHUP))
 sys.exit(node.conclude()[0])
 """
 FOREVER = "while :; do sleep 0.05; done"

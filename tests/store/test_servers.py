@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -100,14 +101,16 @@ def test_a_link_that_freezes_is_given_up_and_tried_anew(server, link, uploading,
 
     def hear(line: str) -> None:
         told.append(line)
-        if "waiting" in line:
+        if "waiting" in line or "SIGTERM" in line:
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(storing, "_show", hear)
-    store.finish(wait_s=300.0)
+    with store.noticing():
+        store.finish(wait_s=300.0)
     waits, goes_on, lacks = told
     assert waits == f"[launch] waiting up to 300 s until {store.url} has the rest; Ctrl-C ends the wait"
-    assert goes_on == "[launch] SIGTERM: still waiting up to 300 s for the store; a second one ends the wait"
+    first = f"[launch] SIGTERM: {store.url} gets the last files of this run first; a second SIGTERM ends the wait"
+    assert goes_on == first
     assert f"{store.url} lacks files of this run, which are in {tmp_path}; see" in lacks
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -132,6 +135,29 @@ with Worker.join(model, optimizer) as worker:
             worker.report(loss)
     worker.save(f"{sys.argv[1]}-{worker.iterations}")
 """
+
+
+BETWEEN = """
+import os
+import signal
+
+for number in (signal.SIGHUP, signal.SIGTERM):  # whoever draws the curve is between the run and the wait for the store
+    os.kill(os.getpid(), number)
+raise ImportError
+"""
+
+
+def test_signals_between_the_run_and_the_wait_for_the_store_end_nothing(tmp_path) -> None:
+    server = SimpleNamespace(url=lambda port, run: f"file://{tmp_path}/store/{run}", variables=lambda port: os.environ)
+    (tmp_path / "matplotlib.py").write_text(BETWEEN)
+    run = launch(tmp_path, server, 0, "--store", server.url(0, "run"), LSGD_ITERATIONS="20")
+    output, _ = run.communicate(timeout=90)
+    assert run.returncode == 0, output
+    assert f"[launch] SIGHUP: file://{tmp_path}/store/run gets the last files of this run first" in output
+    assert f"[launch] SIGTERM: file://{tmp_path}/store/run gets the last files of this run first" in output
+    assert f"[launch] file://{tmp_path}/store/run has the results and the newest checkpoints" in output
+    count = json.loads((tmp_path / "store/run/result.json").read_text())["count"]
+    assert list(tmp_path.glob(f"store/run/checkpoints/*/{count}/node0-worker0.safetensors.json"))
 
 
 def launch(folder: Path, server: Server, port: int, *arguments: str, **more: str) -> subprocess.Popen[str]:

@@ -5,6 +5,8 @@ import json
 import os
 import re
 import resource
+import signal
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +27,9 @@ from lsgd.digests import CHUNK_NBYTES
 from lsgd.errors import ConfigError
 from lsgd.node import storing
 from lsgd.node.launch import LaunchSettings
+from lsgd.protocol.credentials import run_certificate
+from lsgd.protocol.keys import KeyRing, adopted_folder
+from lsgd.protocol.sockets import new_key_pair
 from lsgd.run_folder import CHECKPOINTS
 from lsgd.store import manifest as manifests
 from lsgd.store import restore as restoring
@@ -154,18 +159,39 @@ def test_one_that_starts_again_sends_nothing_twice(machine) -> None:
 
 def test_nothing_private_leaves_the_machine_and_only_node_0_has_results(machine, tmp_path) -> None:
     private = ("node0.log", "node0.lock", "join.txt", "journal.sqlite", "journal.sqlite-wal", "result.json.tmp")
-    for name in (*private, "model-x1.tmp/model.safetensors", "tensorboard/events", "result.json"):
+    keys = ("node0-keys/server.key", "node0-keys/allowed", "node1-keys/certificate.pem", "node1-keys/node2.token")
+    others = ("node12-keys/tmpx1", "mine/keys/server.key", "mine/keys/allowed", "certificate.pem", "operator.token")
+    for name in (
+        *private,
+        *keys,
+        *others,
+        "model-x1.tmp/model.safetensors",
+        "tensorboard/events",
+        "node-keys/allowed.txt",
+        "result.json",
+    ):
         machine.writes(name, "x")
     machine.uploads_all()
     assert machine.store.names("") == ["result.json"]
     machine.uploads_all(final=True)
-    assert machine.store.names("") == ["result.json", "tensorboard/events"]
+    assert machine.store.names("") == ["node-keys/allowed.txt", "result.json", "tensorboard/events"]
     other = Machine(tmp_path / "two", machine.store, node=1)
     other.writes("result.json", "y")
     other.checkpoint(8, "node1-worker0")
     other.checkpoint(8, "node0-worker0")
     other.uploads_all(final=True)
     assert machine.store.read("result.json") == b"x" and machine.has() == {"run-aa/8/node1-worker0"}
+
+
+def test_the_keys_of_a_node_that_serves_stay_on_its_machine(machine) -> None:
+    _, secret = new_key_pair()
+    certificate = run_certificate(secret, "aa")
+    ring = KeyRing.adopt(adopted_folder(machine.folder, 0), secret, {"node1": secret}, certificate)
+    KeyRing.make(ring.folder, ["node3"])
+    assert len(list(ring.folder.iterdir())) == 4
+    machine.writes("result.json", "{}")
+    machine.uploads_all(final=True)
+    assert machine.store.names("") == ["result.json"]
 
 
 def test_results_that_change_go_now_and_then_and_at_the_end(machine) -> None:
@@ -563,3 +589,84 @@ def test_the_end_of_standard_input_is_that_of_the_launcher(monkeypatch) -> None:
     monkeypatch.setattr(upload.sys, "stdin", io.TextIOWrapper(io.BytesIO(upload.END)))
     upload._listen(told)
     assert told.is_set() and ends == [1]
+
+
+# -- the wait at the end ----------------------------------------------------------------------------------------
+
+
+class Ending:
+    """A run's end: a store, what it says, and a process in place of its own that ends when a test says so."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told = list[str]()
+        self._may_end = folder / "may end"
+        os.mkfifo(self._may_end)
+        self.store = storing.Storing("memory://run", folder, 0, os.environ)
+        self.store._arguments = [sys.executable, "-c", f"open({str(self._may_end)!r}).read()"]
+        monkeypatch.setattr(storing, "_show", self._hear)
+        self.when_waiting: Callable[[], object] = self.let_end
+
+    def let_end(self) -> None:
+        self._may_end.open("w").close()
+
+    def _hear(self, line: str) -> None:
+        self.told.append(line.removeprefix("[launch] ").partition(" of this run")[0])
+        if "waiting" in line:
+            self.when_waiting()
+
+    def finish(self) -> list[str]:
+        with self.store.noticing():
+            self.store.begin(self.told.append)
+            self.store.finish(wait_s=300.0)
+        self.store.join(20)
+        return self.told
+
+
+@pytest.fixture
+def ending(tmp_path, monkeypatch) -> Ending:
+    return Ending(tmp_path, monkeypatch)
+
+
+HUNG_UP, TERMINATED = (f"{name}: memory://run gets the last files" for name in ("SIGHUP", "SIGTERM"))
+WAITS = "waiting up to 300 s until memory://run has the rest; Ctrl-C ends the wait"
+
+
+def test_a_terminal_that_is_closed_does_not_end_the_wait_for_the_store(ending) -> None:
+    def hang_up() -> None:
+        for number in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+            os.kill(os.getpid(), number)
+        ending.let_end()
+
+    ending.when_waiting = hang_up
+    told = ending.finish()
+    assert told == [WAITS, HUNG_UP, TERMINATED, HUNG_UP, "memory://run has the results and the newest checkpoints"]
+    assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_a_second_sigterm_ends_the_wait_for_the_store(ending) -> None:
+    def terminate() -> None:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    ending.when_waiting = terminate
+    waits, first, lacks = ending.finish()
+    assert (waits, first) == (WAITS, TERMINATED) and lacks == "memory://run lacks files"
+
+
+def test_after_two_sigterms_nothing_waits_for_the_store(ending) -> None:
+    with ending.store.noticing():
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        first, hung_up, lacks = ending.finish()
+    assert (first, hung_up, lacks) == (TERMINATED, HUNG_UP, "memory://run lacks files")
+
+
+def test_where_hang_ups_are_ignored_they_stay_so(ending) -> None:
+    """As below nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        ending.when_waiting = lambda: (os.kill(os.getpid(), signal.SIGHUP), ending.let_end())
+        assert HUNG_UP not in ending.finish() and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -49,11 +49,8 @@ SIZE_VARIABLE = "LSGD_ISLAND"
 CONNECT_WITHIN_S = 60.0
 """How long an island's processes have to connect to the head, in seconds."""
 
-LEAST_PATIENCE_S = 60.0
-"""How long the head waits at least for another process to make the same call, in seconds."""
-
-FIRST_PATIENCE_S = 600.0
-"""How long the head waits for another process to make the same call during the join, in seconds."""
+SAID_AFTER_S = 120.0
+"""After how long the head says which process it waits for, in seconds; again after twice as long each time."""
 
 STUCK_AFTER_S = 5.0
 """How long a process may outlive another one of its island before its thread ends it, in seconds."""
@@ -94,7 +91,7 @@ class Island:
         self.handed = Handed()
         self.passed: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.take: Callable[[bytes], None] = lambda frame: None
-        self.silence_s, self._patience_s = CONNECT_WITHIN_S, FIRST_PATIENCE_S
+        self.silence_s = CONNECT_WITHIN_S
         self._calls = 0
         self._others: Sequence[tuple[int, int]] = ()  # what the others have passed
         self._peers = [_Peer(self, f"process {rank}" if rank else "the head", link) for rank, link in links]
@@ -138,14 +135,14 @@ class Island:
         if not self.is_head:
             return self._follow(tag, report, own)  # type: ignore[no-any-return]
         try:
-            others = [peer.receive(tag, self._patience_s) for peer in self._peers]
+            others = [peer.receive(tag) for peer in self._peers]
             self._others = [passed for _, passed in others]
 
             def ask() -> list[R]:
                 if reports:
                     return [own, *(report for report, _ in others)]
                 self._tell(tag, None)
-                return [report(), *(peer.receive(tag, self._patience_s) for peer in self._peers)]
+                return [report(), *(peer.receive(tag) for peer in self._peers)]
 
             decided = decision(ask)
         except Exception as error:
@@ -158,7 +155,7 @@ class Island:
     def _follow(self, tag: tuple[int, str], report: Callable[[], R], own: R | None) -> Any:
         """Return what the head decides, and report to it if it asks."""
         self._tell(tag, (own, self.passed()))
-        while (answer := self._peers[0].receive(tag, math.inf)) is None:
+        while (answer := self._peers[0].receive(tag)) is None:
             self._tell(tag, report())
         good, value = answer
         if not good:
@@ -201,9 +198,9 @@ class Island:
         """On the head, pass the other processes' messages to the servers, and back what concerns them."""
         self.take, channel.pass_down = channel.put, self._pass_down
 
-    def has_joined(self, lease_s: float, exchange_timeout_s: float) -> None:
-        """From now on wait for other processes as long as the plan says."""
-        self.silence_s, self._patience_s = lease_s, max(LEAST_PATIENCE_S, 2 * exchange_timeout_s)
+    def has_joined(self, lease_s: float) -> None:
+        """From now on wait for other processes that are silent as long as the plan says."""
+        self.silence_s = lease_s
 
     def hand(self, key: Key, tensors: Sequence[Tensor] | None) -> None:
         """From the head, give the other processes tensors under a key; None: the head has none, because it failed."""
@@ -345,20 +342,14 @@ class _Peer:
             except (OSError, ValueError):
                 raise IslandError(f"{self._name} of this island has ended") from None
 
-    def receive(self, tag: tuple[int, str], within_s: float) -> Any:
-        """Return what the process sent in the same call.
+    def receive(self, tag: tuple[int, str]) -> Any:
+        """Return what the process sent in the same call, however long it works on something else before.
 
         Raises:
-            IslandError: the process is gone.
-            LsgdError: it has left the run, makes another call, or makes none in time.
+            IslandError: the process is gone or silent.
+            LsgdError: it has left the run, or makes another call.
         """
-        try:
-            received = self._received.get(timeout=None if math.isinf(within_s) else within_s)
-        except queue.Empty:
-            raise LsgdError(
-                f"{self._name} of this island does not come: this one {tag[1]}, and has waited {within_s:g} s; "
-                f"{_TOGETHER}"
-            ) from None
+        received = self._next(tag[1])
         if received is None:
             raise self._lost
         if received[0] != tag:
@@ -367,6 +358,21 @@ class _Peer:
                 f"{received[0][0]}); {_TOGETHER}"
             )
         return received[1]
+
+    def _next(self, what: str) -> tuple[tuple[int, str], Any] | None:
+        """Wait for what arrives next; the head says now and then for whom."""
+        waited_s, more_s = 0.0, SAID_AFTER_S
+        while True:
+            try:
+                return self._received.get(timeout=more_s if self._island.is_head else None)
+            except queue.Empty:
+                waited_s += more_s
+                more_s = waited_s
+                logger.warning(
+                    "this process %s, and has waited %g s for %s of its island, which runs, but has made no call; it "
+                    "goes on waiting, and %s",
+                    *(what, waited_s, self._name, _TOGETHER),
+                )
 
     def close(self) -> None:
         """Say that this process leaves the island, and end the connection."""

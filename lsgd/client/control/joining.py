@@ -138,7 +138,7 @@ def join_run(
     except RunOverError as error:
         logger.warning("worker %d joins too late and has nothing to do: %s", identity.index, error)
         raise
-    island.has_joined(plan.run.lease_s, plan.run.exchange_timeout_s)
+    island.has_joined(plan.run.lease_s)
     device = next(model.parameters()).device
     for warning in welcome.warnings:
         logger.warning("%s joins with other versions: %s", join.worker, warning)

@@ -4,6 +4,8 @@ The pieces depend only on a tensor's size, so a member with a GPU and one withou
 """
 
 import functools
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -52,15 +54,19 @@ def copier_of(device: torch.device) -> Copier | None:
 
 
 class Staged:
-    """A contiguous tensor in ``pieces`` in host memory, by its size or in ``count``; no copier: it is there already."""
+    """A contiguous tensor in ``pieces`` in host memory.
 
-    def __init__(self, tensor: Tensor, copier: Copier | None, count: int | None = None) -> None:
-        self._parts = tensor.view(-1).tensor_split(count or max(1, tensor.nbytes // PIECE_NBYTES))
+    Args:
+        copier: None: it is in host memory already.
+        numels: the pieces' numbers of elements; empty: equal ones, by the tensor's size.
+    """
+
+    def __init__(self, tensor: Tensor, copier: Copier | None, numels: Sequence[int] = ()) -> None:
+        flat = tensor.view(-1)
+        self._parts = _split(flat, numels)
         self._copier = copier
         self._copies: dict[int, Copying] = {}
-        self.pieces = (
-            self._parts if copier is None else copier.host_like(tensor.view(-1)).tensor_split(len(self._parts))
-        )
+        self.pieces = self._parts if copier is None else _split(copier.host_like(flat), numels)
 
     def fill(self) -> None:
         """Begin to copy the tensor to host memory."""
@@ -89,3 +95,9 @@ class Staged:
     def _wait(self, index: int) -> None:
         if (copying := self._copies.pop(index, None)) is not None:
             copying.synchronize()
+
+
+def _split(flat: Tensor, numels: Sequence[int]) -> Sequence[Tensor]:
+    if numels:
+        return flat.tensor_split(list(accumulate(numels))[:-1])
+    return flat.tensor_split(max(1, flat.nbytes // PIECE_NBYTES))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lsgd.client.groups.base import Members, Traffic, WorkerGroup
 from lsgd.client.groups.mesh import Mesh
-from lsgd.client.groups.staging import Copier, Staged, copier_of
+from lsgd.client.groups.staging import PIECE_NBYTES, Copier, Staged, copier_of
 from lsgd.client.groups.stream import Operation, TensorStream
 from lsgd.collectives.group import Transfer
 
@@ -18,8 +18,8 @@ WHOLE_NBYTES = 64 << 10
 """Up to this size, an all-reduce sends each member's whole tensor to all others: one latency instead of two."""
 
 RELAYED_NBYTES, RELAYED_PIECES = 64 << 10, 8
-"""A broadcast of at least this size per member is passed on from member to member, in up to this many pieces per
-member. So the last member gets it an eighth later than the second."""
+"""A broadcast of at least this size per member is passed on from member to member, in this many pieces per member or
+more. So the last member gets it an eighth later than the second at most."""
 
 
 class _Started(Transfer):
@@ -122,7 +122,8 @@ class TcpGroup(WorkerGroup):
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Replace ``tensor`` by that of ``source``.
 
-        A large tensor goes from each member to the next, piece by piece, so it leaves each node once.
+        A large tensor goes from each member to the next, piece by piece (:func:`relayed_numels`), so it leaves each
+        node once.
         """
         if self.size == 1:
             return
@@ -131,8 +132,8 @@ class TcpGroup(WorkerGroup):
             sends = {} if taking else dict.fromkeys(self._others, tensor)
             self._begin(what, sends, {source: tensor} if taking else {}).wait()
         else:
-            count = min(RELAYED_PIECES * self.size, tensor.nbytes // RELAYED_NBYTES)
-            self._pass_on(what, self._staged(tensor, count), source)
+            numels = relayed_numels(tensor.numel(), tensor.itemsize, self.size)
+            self._pass_on(what, self._staged(tensor, numels), source)
 
     def _pass_on(self, what: str, staged: Staged, source: int) -> None:
         before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
@@ -171,8 +172,8 @@ class TcpGroup(WorkerGroup):
 
         return Transfer(lambda: _land(under_way, arriving.values()))
 
-    def _staged(self, tensor: Tensor, count: int | None = None) -> Staged:
-        return Staged(tensor, self._copiers(tensor.device), count)
+    def _staged(self, tensor: Tensor, numels: Sequence[int] = ()) -> Staged:
+        return Staged(tensor, self._copiers(tensor.device), numels)
 
     def _start(self, what: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> _Started:
         """Begin to send and receive tensors in host memory; empty ones do not travel."""
@@ -193,6 +194,27 @@ class TcpGroup(WorkerGroup):
     ) -> list[tuple[TensorStream, memoryview]]:
         ranks = self._members.ranks
         return [(stream_of(ranks[rank]), _bytes_of(tensor)) for rank, tensor in tensors.items() if tensor.numel()]
+
+
+def relayed_numels(numel: int, itemsize: int, size: int) -> list[int]:
+    """Return in how many elements at a time three or more members pass a tensor on: the same on all of them.
+
+    A member passes a piece on when it is there, and those after it hear nothing meanwhile. So no piece is longer than
+    others are (:data:`~lsgd.client.groups.staging.PIECE_NBYTES`). And the first ones become longer step by step: the
+    last member waits for a piece, while the others carry it, only as long as what it is longer by takes them all.
+
+    Args:
+        numel: number of elements in the tensor.
+        itemsize: bytes of each.
+        size: number of members.
+    """
+    nbytes = min(max(numel * itemsize // (RELAYED_PIECES * size), RELAYED_NBYTES), PIECE_NBYTES)
+    longest, step = nbytes // itemsize, max(PIECE_NBYTES // (size - 2), RELAYED_NBYTES) // itemsize
+    numels, left = list[int](), numel
+    while left:
+        numels.append(min(left, longest, step * (len(numels) + 1)))
+        left -= numels[-1]
+    return numels
 
 
 def _land(under_way: Sequence[_Started], arriving: Collection[Staged]) -> None:
