@@ -169,9 +169,15 @@ def _lock(descriptor: int, folder: Path, node: int, address: str) -> None:
 
 
 def moved(folder: Path, node: int, place: Place) -> None:
-    """Write into the lock of a node that the run's global server is at another place now."""
+    """Write into the lock of a node that the run's global server is at another place now.
+
+    Its time stays that of the launch.
+    """
+    path = folder / f"node{node}.lock"
     with suppress(OSError):
-        (folder / f"node{node}.lock").write_text(_words(place))
+        launched = path.stat()
+        path.write_text(_words(place))
+        os.utime(path, ns=(launched.st_atime_ns, launched.st_mtime_ns))
 
 
 def followed(folder: Path, node: int) -> Place | None:

@@ -50,10 +50,19 @@ if ((!${#node[@]})) && [[ -z ${SLURM_STEP_ID:-} ]]; then
     fail "cannot tell which node this is; pass its index, from 0: train.sh 0 (srun sets it)"
 fi
 
+for name in INSECURE RESUME; do
+    case ${!name} in
+        "" | 0 | no | false) printf -v "$name" %s "" ;;
+        1 | yes | true) printf -v "$name" 1 ;;
+        *) fail "$name is 1 or empty, not '${!name}'" ;;
+    esac
+done
+
 use_environment examples
 store_name=${STORE%/}
 RUN_NAME=${RUN_NAME:-${store_name##*/}}
-join="IP_ADDR=$IP_ADDR NUM_GROUPS=$NUM_GROUPS${RESUME:+ RESUME=1}${STORE:+ STORE=$STORE}${PORT:+ PORT=$PORT} bash scripts/train.sh NODE"
+printf -v join "IP_ADDR=%q NUM_GROUPS=%q" "$IP_ADDR" "$NUM_GROUPS"
+join+="${RESUME:+ RESUME=1}${STORE:+ STORE=$(printf %q "$STORE")}${PORT:+ PORT=$PORT} bash $(printf %q "$0") NODE"
 ((!$#)) || join+=" --$(printf ' %q' "$@")"
 runs=$PWD/runs
 if ((!$#)); then

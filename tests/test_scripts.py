@@ -246,7 +246,7 @@ class TestTrain:
         )
         command = ("0", "--", "python", "my script.py", "an argument", "--flag")
         store = tmp_path / "a store"
-        done = train(*command, NUM_WORKERS="1", PLAN="plan.toml", STORE=store.as_uri())
+        done = train(*command, NUM_WORKERS="1", PLAN="plan.toml", RESUME="0", STORE=store.as_uri())
         assert done.returncode == 0, done.stdout + done.stderr
         assert "[node0/worker0] trained 1 ['an argument', '--flag']" in done.stdout
         run_dir = tmp_path / "runs" / "mine"  # where the user is, not in the checkout
@@ -268,6 +268,7 @@ class TestTrain:
             (("0",), {"NUM_GROUPS": "two"}, "'two' is not a valid integer"),
             (("0",), {"NUM_WORKER": "3"}, "the variable NUM_WORKER is unknown; the settings are"),
             (("0",), {"IP_ADDRESS": "10.0.0.1"}, "the variable IP_ADDRESS is unknown"),
+            (("0",), {"INSECURE": "maybe"}, "INSECURE is 1 or empty, not 'maybe'"),
         ]:
             done = train(*arguments, **variables)
             assert done.returncode != 0 and reason in done.stderr, (arguments, done.stderr)

@@ -209,9 +209,9 @@ def launch_command(
         f"{', '.join(dict.fromkeys(devices.names))}; "
         f"logs and results in {run_dir}"
     )
-    again = f" --run-dir {run_dir} --resume-if-any" if resume_if_any else " --resume" * resumes
-    again += f" {source}" * (resumes and source != store and not resume_if_any)
-    again += f" --store {store}" * bool(store)
+    again = f" --run-dir {shlex.quote(str(run_dir))} --resume-if-any" if resume_if_any else " --resume" * resumes
+    again += f" {shlex.quote(str(source))}" * (resumes and source != store and not resume_if_any)
+    again += f" --store {shlex.quote(str(store))}" * bool(store)
     if processes_per_worker > 1:
         again += f" --processes-per-worker {processes_per_worker}"
     again += " --torchrun" * torchrun

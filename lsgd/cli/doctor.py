@@ -38,6 +38,7 @@ from lsgd.codecs import codec_of
 from lsgd.errors import ConfigError, ExchangeError
 from lsgd.node.place import Place, claim_port, resolve
 from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, node_name, token_path
+from lsgd.server.admission import different_versions
 
 MEET_WITHIN_S, CONNECT_WITHIN_S = 60.0, 5.0
 SMALLEST_NBYTES, LARGEST_NBYTES = 256 << 10, 64 << 20
@@ -91,6 +92,7 @@ class Doctor:
             try:
                 with self._relay(store) as relay:
                     missed = self._reach(store, interface, relay)
+                    self._hear_of_failures(store)
                     if not self._failed:
                         self._suggest(self._time(store, interface, relay, missed), parameters, step_ms)
                     self._part(store)
@@ -178,12 +180,20 @@ class Doctor:
             return None
         there = ", ".join(f"node{n} ({other['host']}, {other['address']})" for n, other in enumerate(others))
         self._note("ok", f"all are there: {there}")
-        for name, version in others[0]["versions"].items():
-            have = {f"node{n}": other["versions"][name] for n, other in enumerate(others)}
-            if different := {node: its for node, its in have.items() if its != version}:
-                what = f"{name} {version or 'none'} on node0, {different}"
-                self._note("FAIL", f"{what}; install the same release on all")
+        for node, other in enumerate(others[1:], 1):
+            refused, warned = different_versions(others[0]["versions"], "node0", other["versions"], node)
+            if refused:
+                self._note("FAIL", f"{refused}; install the same release on all")
+            if warned:
+                self._note("warn", f"{warned}; a run takes that, but better install the same release on all")
         return store
+
+    def _hear_of_failures(self, store: TCPStore) -> None:
+        """Let all nodes know whose check has failed, so that nobody waits for it in the measurement."""
+        store.set(f"failed{self._place.node}", json.dumps(self._failed))
+        failed = [n for n in range(self._place.nodes) if json.loads(store.get(f"failed{n}"))]
+        if failed and not self._failed:
+            self._note("FAIL", f"a check on {', '.join(f'node{n}' for n in failed)} failed: its report says which")
 
     @contextmanager
     def _relay(self, store: TCPStore) -> Iterator[RelayAccess]:

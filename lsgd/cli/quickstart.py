@@ -31,7 +31,8 @@ def quickstart(run_dir: Path, device: str, *, plain: bool) -> int:
             f"the example learns the digits of scikit-learn, which is missing: "
             f"{sys.executable} -m pip install scikit-learn matplotlib"
         )
-    devices = gpus.choose(device, WORKERS).names
+    chosen = gpus.choose(device, WORKERS)
+    devices = chosen.names
     script, plan = run_dir / SCRIPT, run_dir / PLAN
     again = f"lsgd launch --workers {WORKERS} --plan {shlex.quote(str(plan))} -- python {shlex.quote(str(script))}"
     if script.exists() or plan.exists():
@@ -42,6 +43,8 @@ def quickstart(run_dir: Path, device: str, *, plain: bool) -> int:
             shutil.copyfile(Path(lsgd.__file__).parent / "examples" / path.name, path)
     except OSError as error:
         raise ConfigError(f"{run_dir} cannot be written ({error.strerror}): name a folder with --run-dir") from None
+    if chosen.warning:
+        click.echo(f"[launch] {chosen.warning}", err=True)
     click.echo(f"[launch] {WORKERS} workers on {', '.join(dict.fromkeys(devices))} train {script}")
     place = Place(0, 1, "127.0.0.1")
     status = launch(

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lsgd.run_folder import RESULT, is_live
+from lsgd.run_folder import RESULT, followed, is_live
 from lsgd.watch.results import ended, read
 from lsgd.watch.terminal import duration
 
@@ -23,7 +23,8 @@ def find_runs(folder: Path) -> list[dict[str, Any]]:
     It adds ``folder`` and the actual ``state``: running (somebody holds the folder's lock), finished, stopped, failed,
     or unknown (a run without a launcher, or a machine that is not node 0).
     """
-    folders = [path for path in (folder, *folder.glob("*/")) if (path / RESULT).exists() or any(path.glob("*.lock"))]
+    paths = (folder, *folder.glob("*/"))
+    folders = [path for path in paths if (path / RESULT).exists() or any(path.glob("node*.lock"))]
     return [_run(path) for path in sorted(folders, key=lambda path: (_started(path), str(path)), reverse=True)]
 
 
@@ -33,6 +34,8 @@ def _run(folder: Path) -> dict[str, Any]:
         result["state"] = "running"
     elif result.get("state") == "over":
         result["state"] = ended(result)
+    elif result.get("state") not in ENDED and (place := followed(folder, 0)) and place.node:
+        result |= {"state": "unknown", "reason": f"its results are on node {place.node}, which served it last"}
     elif result.get("state") not in ENDED and (folder / "node0.lock").exists():
         result |= {"state": "failed", "reason": f"its launcher was killed; the logs are in {folder}"}
     elif result.get("state") not in ENDED:

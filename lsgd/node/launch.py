@@ -8,6 +8,7 @@ process (:mod:`lsgd.node.island`), so each worker is one process here.
 """
 
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -61,6 +62,7 @@ from lsgd.watch.curves import check
 TOKEN_WITHIN_S = 60.0
 """How long a node waits for node 0 to write its token to a shared folder."""
 
+_INDEX = re.compile(r"(?<!\S)NODE(?!\S)")  # where the index of a node stands in the line that starts it
 _SERVER = (sys.executable, "-P", "-m", "lsgd.server")
 _ISLAND = (sys.executable, "-P", "-m", "lsgd.node.island")
 RESTARTS = 5
@@ -298,7 +300,7 @@ def _access(settings: LaunchSettings, network: str) -> tuple[list[str], Connecto
         ring = KeyRing.make(folder, [*map(node_name, range(place.nodes)), OPERATOR])
         lines = [
             f"node {node} joins with: {TOKEN_VARIABLE}={ring.token(node_name(node))} "
-            f"{settings.join_line.replace('NODE', str(node))}"
+            f"{_INDEX.sub(str(node), settings.join_line, count=1)}"
             for node in range(1, place.nodes)
             if not place.starter  # it starts the other nodes itself, and may store our output where others read it
         ]

@@ -226,26 +226,26 @@ def objection(join: Join, others: Sequence[Join], transport: str) -> Reason:
 
 def _differences(join: Join, others: Sequence[Join]) -> list[tuple[str, str]]:
     """Compare a worker's software with this server's, whose lsgd decides, and the rest of it with the ``others``'."""
-    found = [different_versions({"lsgd": __version__}, "the global server", join)]
+    found = [different_versions({"lsgd": __version__}, "the global server", join.versions, join.node)]
     for other in others:
         versions = {name: version for name, version in other.versions.items() if name != "lsgd"}
-        found.append(different_versions(versions, f"node{other.node}", join))
+        found.append(different_versions(versions, f"node{other.node}", join.versions, join.node))
     return found
 
 
-def different_versions(ours: Mapping[str, str], where: str, theirs: Join) -> tuple[str, str]:
-    """Compare software: (why a worker cannot take part or "", what to warn it of or ""); ``where``: what ours runs on.
+def different_versions(ours: Mapping[str, str], where: str, theirs: Mapping[str, str], node: int) -> tuple[str, str]:
+    """Compare software: (why ``node`` cannot take part or "", what to warn it of or ""); ``where``: what ours runs on.
 
     Another major or minor version is refused, another patch is worth a warning. A package that one of them lacks
     altogether (CUDA on a machine without it) does not count.
     """
     refused: list[str] = []
     warned: list[str] = []
-    for package in sorted(ours.keys() & theirs.versions.keys()):
-        a, b = ours[package], theirs.versions[package]
+    for package in sorted(ours.keys() & theirs.keys()):
+        a, b = ours[package], theirs[package]
         if a and b and a != b:
             same_release = a.split(".")[:2] == b.split(".")[:2]
-            (warned if same_release else refused).append(f"{package} {b} on node{theirs.node}, {a} on {where}")
+            (warned if same_release else refused).append(f"{package} {b} on node{node}, {a} on {where}")
     return "; ".join(refused), "; ".join(warned)
 
 

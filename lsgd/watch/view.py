@@ -236,6 +236,11 @@ class RunView:
         """Time of the first round, in seconds since the epoch: :attr:`RoundView.seconds` counts from it."""
         return self.time - self.seconds if self.time and self.seconds else None
 
+    @property
+    def made(self) -> int:
+        """Iterations since the run began or was resumed, as :attr:`seconds` and the bytes count from there."""
+        return sum(worker.done for worker in self.workers.values())
+
     def _slope(self, of: int) -> float:
         if len(self._progress) < 2:
             return 0.0
@@ -296,6 +301,8 @@ class RunView:
             case RunProgress():
                 for each in what.workers:
                     self._worker(each.worker).add(time, each)
+                if self._progress and what.count < self._progress[-1][1]:  # it went back to a checkpoint
+                    self._progress.clear()
                 self._progress.append((time, what.count, what.share))
                 while len(self._progress) > 2 and time - self._progress[0][0] > RATE_OVER_S:
                     self._progress.popleft()

@@ -83,6 +83,34 @@ def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
     assert all(said.endswith("fix the failed checks above first") for _, said in results)
 
 
+def test_software_that_a_run_takes_is_no_failure(port, monkeypatch) -> None:
+    """Another patch release, and what only one node has: CUDA, or a package with an algorithm."""
+    patch = defaultdict(itertools.count().__next__)
+
+    def versions() -> dict[str, str]:
+        number = patch[threading.get_ident()]
+        return {"torch": f"2.13.{number}", "cuda": "12.8" if number else "", f"lsgd-soft{number}": "0.1.0"}
+
+    monkeypatch.setattr(doctor, "versions", versions)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda node: examine(node, 2, port), range(2)))
+    for code, said in results:
+        assert code == 0, said
+        assert re.search(r"warn  torch 2\.13\.\d on node1, 2\.13\.\d on node0; a run takes that", said)
+
+
+def test_a_check_that_fails_on_one_node_is_said_by_all(port, monkeypatch) -> None:
+    def check(self: Doctor, ip: str) -> None:
+        if self._place.node:
+            self._note("FAIL", "the token is readable by others")
+
+    monkeypatch.setattr(Doctor, "_check_keys", check)
+    with ThreadPoolExecutor(2) as pool:
+        (code, said), (other, _) = pool.map(lambda node: examine(node, 2, port), range(2))
+    assert code == other == 1
+    assert "FAIL  a check on node1 failed: its report says which" in said and "no longer answers" not in said
+
+
 @pytest.mark.alone
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")

@@ -155,6 +155,8 @@ def test_the_table_of_members():
     console.print(terminal.view(RunView(status | {"algorithm": "local"})))  # which has no leaders
     lines = console.file.getvalue().splitlines()
     assert lines[-2].split() == ["node0/worker0", "0", "live", "12", "0.1235", "0.0", "s"]
+    console.print(terminal.view(RunView(status | {"count": 20_024})))  # resumed
+    assert "20024 iterations in 2.0s (12.0 a second)" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(

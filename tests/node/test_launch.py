@@ -512,6 +512,14 @@ class TestTokens:
         assert private.read_text() == f"{self.LINES[0]}\n"
         assert private.stat().st_mode & 0o777 == 0o600
 
+    def test_the_index_is_the_only_word_that_is_replaced(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("LSGD_KEYS", str(tmp_path))
+        text = "lsgd launch --node NODE --address GPUNODE1 -- python t.py --data /NODES NODE"
+        place = Place(0, 2, "GPUNODE1")
+        settings = launch.LaunchSettings(place, 1, ("cpu",), None, tmp_path, ("python",), join_line=text)
+        _, _, (line,) = launch._access(settings, "tcp://192.0.2.1:1")
+        assert line.endswith("lsgd launch --node 1 --address GPUNODE1 -- python t.py --data /NODES NODE")
+
     def test_standard_output_is_none(self, tmp_path, capfd):
         launch._show_tokens(self.LINES, tmp_path)
         assert "LSGD_TOKEN=secret" in capfd.readouterr().out

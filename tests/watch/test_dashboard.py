@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from lsgd.cli.commands import main
 from lsgd.protocol.events import Event, RoundOrdered, RunProgress, WorkerChanged, WorkerProgress
 from lsgd.watch.dashboard import server
-from lsgd.watch.dashboard.data import MAX_LOSSES, Story, columns, encoded, shares, snapshot
+from lsgd.watch.dashboard.data import MAX_LOSSES, Story, columns, encoded, setting_names, shares, snapshot
 from lsgd.watch.reader import Batch
 from lsgd.watch.view import Totals
 
@@ -64,6 +64,11 @@ def test_the_data_say_who_leads_who_is_slow_and_who_is_gone():
     assert data["recent"]["rows"]["node0/worker0"][0][3:-1] == "f" * (data["recent"]["number"] - 4)
     assert data["recent"]["bytes_per_s"][5] == pytest.approx(2000)
     assert data["recent"]["bytes_per_iteration"][5] == pytest.approx(200)
+
+
+def test_it_offers_the_settings_that_a_run_can_change():
+    names = setting_names("local")
+    assert {"iterations", "seconds", "period", "outer_lr"} <= {*names} and "patience_s" not in names
 
 
 def test_data_are_bounded_and_stand_in_a_script():

@@ -13,7 +13,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from lsgd.cli.commands import main
-from lsgd.run_folder import claimed
+from lsgd.protocol.messages import Place
+from lsgd.run_folder import claimed, moved
 from lsgd.watch import curve, results
 
 RESULT = {"run": "1", "state": "over", "code": "all_made", "reason": "all 900 iterations are done", "count": 900}
@@ -154,18 +155,23 @@ def test_runs_are_listed_newest_first_with_what_became_of_them(tmp_path, monkeyp
     (folder / "elsewhere" / "node1.lock").touch()
     os.utime(folder / "elsewhere" / "node1.lock", (2, 2))
     (folder / "no run").mkdir()
+    (folder / "no run" / "uv.lock").touch()
+    leave(folder / "moved", going)
     for name in ("done", "broken", "killed"):
         with claimed(folder / name, 0, "tcp://127.0.0.1:9"):
             pass
     for age, name in enumerate(("killed", "broken", "done")):
         os.utime(folder / name / "node0.lock", (10_000 - 100 * age,) * 2)
+    with claimed(folder / "moved", 0, "tcp://127.0.0.1:9"):
+        os.utime(folder / "moved" / "node0.lock", (3, 3))
+        moved(folder / "moved", 0, Place(2, "tcp://127.0.0.2:9"))  # to another node, and it began when it began
     os.utime(folder / "by-hand" / "result.json", (1, 1))
     with claimed(folder / long, 0, "tcp://127.0.0.1:9"):
         lines = listed()
         states = [(Path(run["folder"]).name, run["state"]) for run in json.loads("".join(listed("--json")))]
     assert states == [
         *((long, "running"), ("killed", "failed"), ("broken", "failed"), ("done", "finished")),
-        *(("elsewhere", "unknown"), ("by-hand", "unknown")),
+        *(("moved", "unknown"), ("elsewhere", "unknown"), ("by-hand", "unknown")),
     ]
     assert max(map(len, lines)) <= 80
     assert lines[0].split() == ["run", "state", "algorithm", "iterations", "loss", "time", "started"]
@@ -173,5 +179,6 @@ def test_runs_are_listed_newest_first_with_what_became_of_them(tmp_path, monkeyp
     assert " 12 " in lines[1] and "2h02m" in lines[1]
     assert lines[3].startswith("    its launcher was killed; the logs are in runs/killed")
     assert "    its results are on node 0" in lines
+    assert "    its results are on node 2, which served it last" in lines
     (done,) = [line for line in lines if line.startswith("done")]
     assert done.split()[:6] == ["done", "finished", "leader", "900/900", "0.25", "1m15s"]

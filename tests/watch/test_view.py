@@ -90,6 +90,8 @@ def test_rate_and_time_left_follow_the_last_seconds() -> None:
     assert view.started_at == view.time - 500.0
     view = bench.tell(*(progress(500, 25.0) for _ in range(40)))
     assert (view.rate, view.left_s) == (0.0, None)
+    view = bench.tell(*(progress(n, 25.0) for n in (400, 420)))  # it went back to a checkpoint
+    assert view.rate == 20.0
 
 
 def test_totals_go_on_where_another_process_begins_at_zero() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lsgd.algorithms import ALGORITHMS
-from lsgd.plan.run import RunSettings
+from lsgd.plan.run import LENGTH_SETTINGS
 from lsgd.protocol.events import RunProgress
 from lsgd.settings import changeable
 from lsgd.watch.reader import Batch
@@ -194,7 +194,7 @@ def finished(document: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -
     story = Story(rounds)
     story.view = view = RunView(document)
     page = snapshot(story)
-    rate = view.count / view.seconds if view.seconds else None
+    rate = view.made / view.seconds if view.seconds else None
     workers = [worker | {"heard_s": None} for worker in page["workers"]]
     return page | {
         "head": page["head"] | {"rate": rate, "left_s": None},
@@ -207,7 +207,7 @@ def finished(document: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -
 def setting_names(algorithm: str) -> list[str]:
     """Return the settings that an operator may change."""
     own = changeable(ALGORITHMS[algorithm]) if algorithm in ALGORITHMS else []
-    return sorted({*changeable(RunSettings), *own})
+    return sorted({*LENGTH_SETTINGS, *own})
 
 
 def losses(story: Story, workers: Sequence[str], now: tuple[int, Mapping[str, float | None]] | None) -> dict[str, Any]:

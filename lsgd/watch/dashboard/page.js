@@ -41,6 +41,7 @@ function write() {
   at("share").parentElement.hidden = !head.iterations && !head.share;  // a run without an end
   at("period").textContent = head.period ? `period ${head.period}: ${head.period_reason}` : "";
   const sums = data.workers.reduce((sum, w) => [sum[0] + (w.bytes_per_s || 0), sum[1] + (w.sent_nbytes || 0)], [0, 0]);
+  const made = data.workers.reduce((sum, w) => sum + w.done, 0); // since the run was resumed, as the bytes are
   const known = data.workers.some((w) => w.sent_nbytes !== null);
   const many = data.workers.length, out = data.workers.filter((w) => OUT.includes(w.state)).length;
   const there = isOver() || !out ? many : `${many - out} of ${many}`;
@@ -54,7 +55,7 @@ function write() {
     workers: `${there} on ${head.nodes} node${head.nodes === 1 ? "" : "s"}`,
     generation: head.generation,
     ...(known ? { sent: live ? `${charts.bytes(sums[0])}/s` : charts.bytes(sums[1]),
-      "sent per iteration": head.count ? charts.bytes(sums[1] / head.count) : "–" } : {}),
+      "sent per iteration": made ? charts.bytes(sums[1] / made) : "–" } : {}),
   });
   at("leaders").textContent = data.loss.leader_changes ? `leader changes: ${data.loss.leader_changes}` : "";
   table();
