@@ -84,7 +84,12 @@ class ShardSampler(Sampler[int]):
         """Do nothing, for scripts that call it on torch's DistributedSampler: epochs are counted here."""
 
     def __len__(self) -> int:
-        """Samples of the next pass."""
+        """Samples of a whole pass."""
+        return self._samples()
+
+    @property
+    def left(self) -> int:
+        """Samples of the next pass: after a resume, of the rest of one."""
         return max(0, self._samples() - self._skip)
 
     def _samples(self) -> int:
@@ -119,6 +124,12 @@ class ShardLoader(DataLoader[Any]):
             yield batch
         sampler.epoch += 1
         sampler.consumed = 0
+
+    @property
+    def left(self) -> int:
+        """Batches of the next pass: after a resume, of the rest of one."""
+        size = self.batch_size or 1
+        return self.sampler.left // size if self.drop_last else -(-self.sampler.left // size)
 
     def state_dict(self) -> dict[str, int]:
         """Return :meth:`ShardSampler.state_dict`."""
@@ -184,7 +195,9 @@ def shard_loader(
 
 
 def length(loader: object) -> float:
-    """Return the number of batches in a pass over a loader; infinity if it has no length."""
+    """Return the number of batches in the next pass over a loader; infinity if it has no length."""
+    if isinstance(loader, ShardLoader):
+        return loader.left
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -247,11 +260,18 @@ def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], proces
     if type(loader.batch_sampler) not in (BatchSampler, type(None)):
         options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
         return DataLoader(loader.dataset, batch_sampler=EveryNth(loader.batch_sampler, place), **options)
-    if isinstance(sampler, RandomSampler | SequentialSampler | DistributedSampler):
+    if _is_plain(sampler):
         shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
         seed = getattr(sampler, "seed", 0)
         return shard_loader(loader.dataset, place, seed, shuffle, options, processes)
     return DataLoader(loader.dataset, sampler=EveryNth(sampler, place), **options)
+
+
+def _is_plain(sampler: object) -> bool:
+    """Whether a sampler draws each sample once, and in no order of its own."""
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return type(sampler) in (SequentialSampler, DistributedSampler)
 
 
 class FirstData:

@@ -530,16 +530,24 @@ class Worker:
         """Wait, as in :meth:`mean`, until all workers that train call it, too."""
         self.mean({})
 
-    def status(self) -> dict[str, Any]:
+    def status(self, timeout_s: float | None = None) -> dict[str, Any]:
         """Return the state of the whole run, from the global server; docs/guides/monitoring.md lists the keys.
 
         In an island only the head can ask, and the other processes need not call this.
+
+        Args:
+            timeout_s: longest wait; None: as long as the servers may be silent.
+
+        Raises:
+            ExchangeError: there was no answer in time; ServerLostError: the servers are gone.
         """
         self._check_open()
         if not self.is_head:
             raise LsgdError(f"{self.name}: status() is for the head of an island: if worker.is_head: worker.status()")
         query = StatusQuery(self._membership.identity.incarnation)
-        answer: Status = self._channel.ask(query, lambda m: isinstance(m, Status), what="waiting for the status")
+        answer: Status = self._channel.ask(
+            query, lambda m: isinstance(m, Status), what="waiting for the status", timeout_s=timeout_s
+        )
         return dict(json.loads(answer.report))
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -76,13 +76,12 @@ class LsgdCallback(Integration, Callback):
         """Join the run."""
         loader = trainer.train_dataloader
         self._shard(loader, self._seed, isinstance(getattr(loader, "sampler", None), RandomSampler))
-        if self._stream is not None:
-            if self._restored:
-                self._stream.load_state_dict(self._restored)
-            if loader.num_workers:
-                iter(trainer.fit_loop._data_fetcher)  # its processes have already prefetched
+        if self._stream is not None and self._restored:
+            self._stream.load_state_dict(self._restored)
         self._in_step = self._away = self._closed = False
         worker = self._join(pl_module, trainer.optimizers)
+        if self._stream is not None and loader.num_workers:  # its processes have already prefetched from all the data
+            iter(trainer.fit_loop._data_fetcher)
         rank_zero_only.rank = 0 if worker.first else max(1, worker.rank)
         if not worker.first and trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.disable()

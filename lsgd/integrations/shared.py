@@ -13,9 +13,12 @@ from torch.utils.data import BatchSampler, Sampler
 
 from lsgd.client.loader import ShardSampler
 from lsgd.client.worker import Worker
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, ExchangeError, ServerLostError
 
 logger = logging.getLogger("lsgd")
+
+STATUS_WITHIN_S = 3.0
+"""How long a trainer's log waits for the run's state, in seconds."""
 
 DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 """Variables that make trainers use DistributedDataParallel."""
@@ -92,7 +95,8 @@ def is_saver(worker: Worker) -> bool:
     if worker.stopped:
         return worker.first
     # Not rank 0: while a worker pauses, the others' ranks do not count it.
-    members = [each["worker"] for each in worker.status()["members"] if each["state"] != "left"]
+    status = _status(worker)
+    members = [each["worker"] for each in status["members"] if each["state"] != "left"] if status else []
     return worker.name in members[:1]
 
 
@@ -101,13 +105,20 @@ def state_of_run(worker: Worker) -> dict[str, Any]:
     state: dict[str, Any] = {"lsgd_progress": round(worker.progress, 4)}
     if worker.consensus_distance is not None:
         state["lsgd_consensus_distance"] = worker.consensus_distance
-    if not worker.stopped:
-        status = worker.status()
+    if not worker.stopped and (status := _status(worker)):
         state["lsgd_round"] = status["rounds_global"]
         leaders = [each["worker"] for each in status["leaders"] if each["scope"] == "global"]
         if worker.algorithm.elects:
             state["lsgd_leader"] = leaders[-1] if leaders else ""
     return state
+
+
+def _status(worker: Worker) -> dict[str, Any] | None:
+    """Return the run's state; None if the servers do not say it soon: training goes on without them for a while."""
+    try:
+        return worker.status(timeout_s=STATUS_WITHIN_S)
+    except (ExchangeError, ServerLostError):
+        return None
 
 
 def say_who_ends(worker: Worker, max_steps: float, limits: str) -> None:
@@ -157,7 +168,8 @@ class ShardStream(Sampler[int]):
         self._shards = ShardSampler(length, place, seed, shuffle)
         self._epoch = 0  # of the oldest sample not yet trained on
         self._consumed = 0  # samples of that epoch's shard trained on
-        self._dealt: deque[int] = deque()  # lengths of the shards from that epoch on
+        self._dealt: deque[tuple[int, tuple[int, int]]] = deque()  # lengths and places of the shards from that epoch on
+        self._saved: tuple[int, tuple[int, int]] | None = None  # length of the data and place, until the next shard
         self._indices = self._deal(0)
 
     def __len__(self) -> int:
@@ -169,28 +181,47 @@ class ShardStream(Sampler[int]):
     def consume(self, samples: int) -> None:
         """Count samples that were trained on; prefetched samples do not count."""
         self._consumed += samples
-        while self._dealt and self._consumed >= self._dealt[0]:
-            self._consumed -= self._dealt.popleft()
+        while self._dealt and self._consumed >= self._dealt[0][0]:
+            self._consumed -= self._dealt.popleft()[0]
             self._epoch += 1
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the position in the data."""
-        return {"epoch": self._epoch, "consumed": self._consumed, "seed": self._shards.seed}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data, and of which data and shard."""
+        place = self._dealt[0][1] if self._dealt else self._shards.place()
+        length, place = self._saved or (self._shards.length, place)
+        position = {"epoch": self._epoch, "consumed": self._consumed, "seed": self._shards.seed}
+        return {**position, "length": length, "place": list(place)}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the position that :meth:`state_dict` returned."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at the position that :meth:`state_dict` returned; in a new epoch, if the shards have changed.
+
+        Whether they have is looked at when the first index is drawn, because this worker may not have joined yet.
+        """
         self._epoch, self._consumed = state["epoch"], state["consumed"]
         self._shards.epoch, self._shards.seed = state["epoch"], state["seed"]
+        self._saved = (state["length"], (state["place"][0], state["place"][1])) if "length" in state else None
         self._dealt.clear()
         self._indices = self._deal(self._consumed)
 
+    def _begins_anew(self) -> bool:
+        """Go to a new epoch if the position that was loaded is in a shard of other data, or for another place."""
+        (length, place), self._saved = self._saved or (self._shards.length, self._shards.place()), None
+        if length == self._shards.length and place == self._shards.place():
+            return False
+        self._consumed, self._epoch = 0, self._epoch + 1 if length == self._shards.length else 0
+        self._shards.epoch = self._epoch
+        why = "the number of workers" if length == self._shards.length else "the data"
+        logger.warning("%s is not that of the checkpoint: the data is dealt again, from epoch %d on", why, self._epoch)
+        return True
+
     def _deal(self, skip: int) -> Iterator[int]:
+        skip = 0 if self._begins_anew() else skip
         while True:
             shard = self._shards.shard().tolist()
             if not shard:
                 size = self._shards.place()[1]
                 raise ConfigError(f"the dataset has {self._shards.length} samples for {size} workers; some have none")
-            self._dealt.append(len(shard))
+            self._dealt.append((len(shard), self._shards.place()))
             yield from shard[skip:]
             skip = 0
             self._shards.epoch += 1

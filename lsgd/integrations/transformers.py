@@ -191,6 +191,8 @@ class LsgdCallback(Integration, TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, Any], **_: Any
     ) -> None:
         """Add the run's state to the first worker's logs; report the loss if the model does not return it."""
+        if self._worker is None:  # an evaluation before the training
+            return
         worker = self._joined
         if "loss" in logs and not self._has_losses:
             worker.report(logs["loss"])

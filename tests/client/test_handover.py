@@ -14,6 +14,7 @@ from lsgd.client.iteration import chunks, handover
 from lsgd.client.iteration.chunks import Chunk, chunks_of, digests_of
 from lsgd.client.iteration.following import Following
 from lsgd.client.iteration.handover import Handover, Hop, Inventory, parcels_of, slots_of, ways_of
+from lsgd.client.iteration.packing import most_nbytes, pack
 from lsgd.digests import CHUNK_NBYTES
 from lsgd.errors import ExchangeError
 from lsgd.plan.plan import Plan
@@ -185,6 +186,14 @@ def test_on_a_slow_link_chunks_travel_packed(monkeypatch) -> None:
 
 
 # -- digests ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_the_code_of_many_small_chunks_is_as_long_as_allowed_at_most(itemsize) -> None:
+    """Each has a length for each place in its numbers."""
+    chunks = [torch.randint(256, (itemsize,), dtype=torch.uint8) for _ in range(1000)]
+    code = b"".join(pack(chunk, itemsize) for chunk in chunks)
+    assert len(code) == most_nbytes([(itemsize, itemsize)] * 1000)
 
 
 def test_digests_are_fixed() -> None:

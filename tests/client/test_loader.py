@@ -4,9 +4,16 @@ import logging
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
-from lsgd.client.loader import digest, shard_loader, warn_if_unsharded
+from lsgd.client.loader import digest, length, shard_loader, shard_of, warn_if_unsharded
 from lsgd.errors import ConfigError
 
 
@@ -88,6 +95,38 @@ def test_shards_follow_the_membership_from_the_next_epoch_on() -> None:
     place[:] = [2, 3]
     assert 4 + sum(len(batch) for (batch,) in batches) == 12
     assert epoch(data) == epoch(loader_at({"epoch": 1, "consumed": 0, "seed": 0}, 2, 3))
+
+
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_loader_that_is_resumed_keeps_its_length_and_knows_what_is_left(drop_last) -> None:
+    """Else ``EPOCHS * len(loader)``, of which scripts make their steps, would be short after a resume."""
+    first, again = loader(1, 2, length=43, drop_last=drop_last), loader(1, 2, length=43, drop_last=drop_last)
+    batches = iter(first)
+    for _ in range(3):
+        next(batches)
+    again.load_state_dict(first.state_dict())
+    assert len(again) == len(first) == (5 if drop_last else 6)
+    assert length(again) == len(again) - 3 == len(list(again))
+    assert length(again) == len(again)
+
+
+class Backwards(SequentialSampler):
+    def __iter__(self):
+        return iter(range(len(self.data_source) - 1, -1, -1))
+
+
+@pytest.mark.parametrize(
+    ("sampler", "drawn"),
+    [
+        (RandomSampler(range(100), replacement=True, num_samples=10), 5),
+        (RandomSampler(range(100), num_samples=10), 5),
+        (RandomSampler(range(100)), 50),
+        (Backwards(range(100)), list(range(98, -1, -2))),
+    ],
+)
+def test_a_sampler_keeps_its_order_and_its_number_of_samples(sampler, drawn) -> None:
+    shard = shard_of(DataLoader(dataset(100), batch_size=5, sampler=sampler), lambda: (1, 2))
+    assert len(epoch(shard)) == drawn if isinstance(drawn, int) else epoch(shard) == drawn
 
 
 @pytest.mark.parametrize("workers", [0, 2])

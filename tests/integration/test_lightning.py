@@ -34,7 +34,11 @@ train = partial(train_two, "lightning_worker")
 
 
 @pytest.mark.parametrize("algorithm", ["local", "bytegrad"])
-@pytest.mark.parametrize("arguments", [("--micro-batches", 2), ("--manual",)], ids=["accumulated", "manual"])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--micro-batches", 2), ("--manual", "--num-workers", 1)],
+    ids=["accumulated", "manual-and-prefetched"],
+)
 def test_two_trainers_train_one_model(cluster, algorithm, arguments) -> None:
     plan = ["--algorithm", algorithm, "--iterations", "60"]
     plan += ["--period", "8"] if algorithm == "local" else []

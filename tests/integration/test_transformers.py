@@ -132,6 +132,16 @@ def test_what_cannot_be_a_worker_is_refused(monkeypatch, tmp_path) -> None:
             integration.check(arguments)
 
 
+def test_an_evaluation_before_the_training_is_none_of_its_business(tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    integration = importlib.import_module(MODULE)
+    state, control = transformers.TrainerState(), transformers.TrainerControl()
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    logs = {"eval_loss": 1.0}
+    integration.LsgdCallback().on_log(arguments, state, control, logs=logs)
+    assert logs == {"eval_loss": 1.0}
+
+
 def test_without_the_library_the_import_says_what_to_install(monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)

@@ -32,6 +32,11 @@ def pack(data: Tensor, itemsize: int) -> bytes:
     return b"".join(_plane(plane) for plane in planes)
 
 
+def most_nbytes(sizes: Sequence[tuple[int, int]]) -> int:
+    """Return the size of the longest code of chunks, by their sizes and those of their numbers."""
+    return sum(nbytes + itemsize * _LENGTH.size for nbytes, itemsize in sizes)
+
+
 def _plane(plane: np.ndarray) -> bytes:
     if _entropy(plane[:SAMPLE]) < WORTH_BITS:
         coder = zlib.compressobj(1, zlib.DEFLATED, RAW_DEFLATE, 9, zlib.Z_HUFFMAN_ONLY)

@@ -10,11 +10,8 @@ from torch import Tensor
 
 from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.iteration.chunks import Chunk
-from lsgd.client.iteration.packing import pack, unpack
+from lsgd.client.iteration.packing import most_nbytes, pack, unpack
 from lsgd.errors import ExchangeError, ProtocolError
-
-MARGIN_NBYTES = 4096
-"""Most bytes by which the code of chunks may exceed twice their size."""
 
 PACKS_FROM_S = 0.15
 """Chunks travel in a code if a MiB takes longer than this: at 50 Mbit/s, coding takes as long as it saves."""
@@ -79,23 +76,23 @@ class Post:
             return {}
         sends = {rank: self._packed(chunks) for rank, chunks in leaving.items()}
         sizes = {rank: [(len(chunk.data), chunk.dtype.itemsize) for chunk in chunks] for rank, chunks in coming.items()}
-        lengths = self._lengths(sends, {rank: sum(nbytes for nbytes, _ in each) for rank, each in sizes.items()})
+        lengths = self._lengths(sends, sizes)
         device = self.group.device
         received = {rank: torch.empty(n, dtype=torch.uint8, device=device) for rank, n in lengths.items()}
         self.group.exchange(sends, received)
         return {rank: self._unpacked(received[rank], each) for rank, each in sizes.items()}
 
-    def _lengths(self, sends: Mapping[int, Tensor], nbytes: Mapping[int, int]) -> Mapping[int, int]:
-        """Return how many bytes come from each rank, for chunks of ``nbytes``."""
+    def _lengths(self, sends: Mapping[int, Tensor], sizes: Mapping[int, Sequence[tuple[int, int]]]) -> dict[int, int]:
+        """Return how many bytes come from each rank, for chunks of these sizes."""
         if not self.packs:
-            return nbytes
+            return {rank: sum(nbytes for nbytes, _ in each) for rank, each in sizes.items()}
         device = self.group.device
         own = {rank: torch.tensor([len(data)], device=device) for rank, data in sends.items()}
-        lengths = {rank: torch.empty(1, dtype=torch.int64, device=device) for rank in nbytes}
+        lengths = {rank: torch.empty(1, dtype=torch.int64, device=device) for rank in sizes}
         self.group.exchange(own, lengths)
         for rank, length in lengths.items():
-            if not 0 <= int(length) <= 2 * nbytes[rank] + MARGIN_NBYTES:
-                raise ExchangeError(f"{self.names[rank]} announces {int(length)} bytes for chunks of {nbytes[rank]}")
+            if not 0 <= int(length) <= (most := most_nbytes(sizes[rank])):
+                raise ExchangeError(f"{self.names[rank]} announces {int(length)} bytes for chunks of {most} at most")
         return {rank: int(length) for rank, length in lengths.items()}
 
     def _packed(self, chunks: Sequence[tuple[Tensor, int]]) -> Tensor:

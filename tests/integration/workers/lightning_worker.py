@@ -26,6 +26,7 @@ parser.add_argument("--example", type=Path, help="run this script instead, in th
 parser.add_argument("--max-steps", type=int, default=1000)
 parser.add_argument("--min-steps", type=int, default=None)
 parser.add_argument("--micro-batches", type=int, default=1)
+parser.add_argument("--num-workers", type=int, default=0, help="processes that load the data")
 parser.add_argument("--manual", action="store_true", help="manual optimization")
 parser.add_argument("--every", type=int, default=0, help="batches between validations, and steps between checkpoints")
 parser.add_argument("--wait-at", type=int, default=0, help="validate at this step until the others have made the rest")
@@ -103,7 +104,7 @@ else:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(data, batch_size=4, shuffle=True)
+    loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=options.num_workers)
     trainer.fit(module, loader, DataLoader(data, batch_size=4), ckpt_path=options.resume, weights_only=False)
     if lsgd.rank == 0:
         rows = list(csv.DictReader((folder / "logs" / "mine" / "metrics.csv").open()))
