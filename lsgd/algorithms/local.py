@@ -274,7 +274,7 @@ class LocalSGD(Delayed):
                 means[index] = self._average(change, fragment, index, group, order, sends=sends)
             if own is not None:
                 beside = torch.zeros(2, dtype=own.dtype, device=own.device)
-                if self._judges(group) and counts:
+                if self._judges(group) and counts and not self.settings.per_contributor:  # else the sum is unknown
                     beside = zero_unless(finite, self._beside(models, means, changes, fragment, group, sends=sends))
                 squared = _squared(piece for mean in means for _, piece in mean())
                 sums = torch.stack([own, squared, *beside, torch.full_like(own, self._outliers.usual)])
@@ -329,14 +329,13 @@ class LocalSGD(Delayed):
     ) -> Tensor:
         """Return the product of this member's change and the sum that the others have sent, and that sum's square.
 
-        ``lost`` is what rounding has lost of what this one has sent. Computed in pieces; float64, shape (2,). Zeros
-        where the mean is not that of all members, because then the others' sum is unknown.
+        ``lost`` is what rounding has lost of what this one has sent. Computed in pieces; float64, shape (2,).
         """
-        decay, found = self._decay(group, sends=sends), [torch.zeros(2, dtype=torch.float64, device=lost[0].device)]
+        decay, found = self._decay(group, sends=sends), list[Tensor]()
         lossy = self._mean is not None and not self._is_of_node(group)
         for index, ((x, c), mean) in enumerate(zip(models, means, strict=True)):
             kept = self._feedback[fragment][index].residual if lossy else c
-            for here, piece in mean() if not self.settings.per_contributor else ():
+            for here, piece in mean():
                 parts = (torch.split(y[here], PIECE_NUMEL) for y in (x, c, kept, lost[index]))
                 for now, common, residual, rest, total in zip(*parts, torch.split(piece, PIECE_NUMEL), strict=True):
                     kind = torch.promote_types(total.dtype, torch.float32)

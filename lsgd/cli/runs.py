@@ -34,16 +34,21 @@ def _run(folder: Path) -> dict[str, Any]:
         result["state"] = "running"
     elif result.get("state") == "over":
         result["state"] = ended(result)
-    elif result.get("state") not in ENDED and (place := followed(folder, 0)) and place.node:
-        result |= {"state": "unknown", "reason": f"its results are on node {place.node}, which served it last"}
-    elif result.get("state") not in ENDED and (folder / "node0.lock").exists():
-        result |= {"state": "failed", "reason": f"its launcher was killed; the logs are in {folder}"}
     elif result.get("state") not in ENDED:
-        by_hand = "it has no launcher: ask its global server with lsgd status --connect HOST:PORT"
-        elsewhere = any(folder.glob("node*.lock"))
-        result |= {"state": "unknown", "reason": "its results are on node 0" if elsewhere else by_hand}
+        result["state"], result["reason"] = _without_end(folder)
     started = datetime.fromtimestamp(_started(folder)).astimezone().isoformat(timespec="seconds")
     return {"folder": str(folder), "started": started, **result}
+
+
+def _without_end(folder: Path) -> tuple[str, str]:
+    """Return the state, and the reason, of a run that is over and whose end is not in its folder."""
+    if (place := followed(folder, 0)) and place.node:
+        return "unknown", f"its results are on node {place.node}, which served it last"
+    if (folder / "node0.lock").exists():
+        return "failed", f"its launcher was killed; the logs are in {folder}"
+    if any(folder.glob("node*.lock")):
+        return "unknown", "its results are on node 0"
+    return "unknown", "it has no launcher: ask its global server with lsgd status --connect HOST:PORT"
 
 
 def _started(folder: Path) -> float:

@@ -29,6 +29,16 @@ def fall_silent(bench: Bench, *places: str) -> dict[str, int]:
     return {place: bench.incarnations.pop(place) for place in places}
 
 
+def without_holders() -> tuple[Bench, dict[str, int]]:
+    """Return a run whose two holders of the model were evicted while a newcomer waits, and what they are heard by."""
+    bench = trained("00", "01", iterations=100)
+    back = fall_silent(bench, "00", "01")
+    bench.join("10")
+    bench.ask("10")
+    bench.tick(61)
+    return bench, back
+
+
 def test_the_last_holders_are_not_evicted_when_all_are_silent() -> None:
     bench = trained("00", "01")
     back = fall_silent(bench, "00", "01")
@@ -80,11 +90,7 @@ def test_a_newcomer_that_is_heard_does_not_cost_the_model() -> None:
 
 
 def test_holders_that_were_evicted_come_back_with_the_model() -> None:
-    bench = trained("00", "01", iterations=100)
-    back = fall_silent(bench, "00", "01")
-    bench.join("10")
-    bench.ask("10")
-    bench.tick(61)
+    bench, back = without_holders()
     assert set(bench.roster.members) == {"node1/worker0"} and bench.member("10").held
     assert bench.waits(1) == "model_lost"
     bench.incarnations |= back
@@ -100,11 +106,7 @@ def test_holders_that_were_evicted_come_back_with_the_model() -> None:
 
 
 def test_an_evicted_holder_that_is_back_is_kept_when_the_server_is_started_again() -> None:
-    bench = trained("00", "01", iterations=100)
-    back = fall_silent(bench, "00", "01")
-    bench.join("10")
-    bench.ask("10")
-    bench.tick(61)
+    bench, back = without_holders()
     bench.incarnations |= back
     bench.heartbeat("01")
     saved = json.loads(json.dumps(capture(bench.state, bench.now)))
