@@ -17,16 +17,21 @@ from .test_two_nodes import finish, start
 
 @pytest.mark.parametrize("algorithm", ["leader", "allreduce"])
 def test_a_run_whose_rounds_fail_for_ever_ends_with_a_checkpoint_and_says_so(cluster, algorithm) -> None:
-    """In the second case they fail in the backward pass."""
+    """In the second case they fail in the backward pass.
+
+    A round's reason is the first report: that of the worker that failed, or of the other, whose group it has left.
+    """
     server, _ = cluster.start("--workers", "2", "--algorithm", algorithm)
     failing = cluster.worker("crash", 0, 0, "--fail-from", 3)
     other = cluster.worker("crash", 0, 1)
+    reason = "(it fails on request|node0/worker0: it has left the group)"
     for worker, name in ((failing, "node0/worker0"), (other, "node0/worker1")):
         assert worker.wait() == NoConsensusError.exit_code
         worker.says(
             f"{name} ends with exit code 74: {name} has no consensus at the end of the run: 10 rounds in a row failed, "
-            rf"the last because .*it fails on request.*; its state is saved in \S+{name.replace('/', '-')}"
+            rf"the last because .*{reason}; its state is saved in \S+{name.replace('/', '-')}"
         )
+    failing.says("round [0-9]+ failed, the model is as before: it fails on request; asking again")
     server.succeeds()
     server.says("the run is over, without a consensus: 10 rounds in a row failed, the last because ")
     assert len(list(cluster.folder.glob("checkpoints/**/node0-worker*.safetensors"))) == 2
