@@ -39,14 +39,19 @@ def members(
     timeout_s: float = 20.0,
     routes: Callable[..., Routes] = Routes,
     copiers: Sequence[Copier | None] = (),
+    node_sizes: Sequence[int] = (),
 ) -> tuple[list[TcpGroup], SharedStore]:
-    """Return a group for each member, and the store; each has one of the certificates, and of the copiers if any."""
+    """Return a group for each member, and the store; each has one of the certificates, and of the copiers if any.
+
+    Without ``node_sizes``, each is on its own node.
+    """
     store, names = SharedStore(), [f"node{rank}/worker0" for rank in range(size)]
     groups = []
     for rank, certificate in zip(range(size), certificates, strict=True):
         mesh = Mesh("run", 1, rank, names, "127.0.0.1", store, certificate, timeout_s, routes)  # type: ignore[arg-type]
         copier_of = (lambda device, rank=rank: copiers[rank]) if copiers else staging.copier_of
-        groups.append(TcpGroup(mesh, Members.apart(names, rank), timeout_s, copiers=copier_of))
+        placed = Members("world", range(size), names, rank, node_sizes or [1] * size)
+        groups.append(TcpGroup(mesh, placed, timeout_s, copiers=copier_of))
     return groups, store
 
 

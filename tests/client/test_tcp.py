@@ -21,6 +21,7 @@ import torch
 
 from benchmarks.testbed import Testbed
 from lsgd.client.groups import mesh, stream, tcp_group
+from lsgd.client.groups.base import INSIDE_PATIENCE
 from lsgd.client.groups.handshake import context_of
 from lsgd.client.groups.staging import PIECE_NBYTES
 from lsgd.client.groups.stream import HEADER, Loop, Operation
@@ -29,6 +30,7 @@ from lsgd.client.groups.tcp_group import RELAYED_PIECES, TcpGroup, relayed_numel
 from lsgd.errors import ExchangeError
 from lsgd.protocol.credentials import run_certificate
 
+from ..integration.running import until
 from .bench import CERTIFICATE, Switchboard
 from .meshes import Network, all_at_once, members
 from .test_groups import HOUR_S, every_verb
@@ -319,6 +321,106 @@ def test_a_connection_that_is_silent_fails_though_another_moves(clock) -> None:
     said = all_at_once(groups, work)[0]
     network.close()
     assert said.endswith("gave up: node2/worker0 did not do its part in time")
+
+
+def test_a_nodes_other_workers_wait_as_long_as_the_first_one_exchanges_with_other_nodes(clock) -> None:
+    network, begun_at = slow_network(clock), clock.now
+    groups, _ = members(3, [b""] * 3, timeout_s=900.0, routes=network.routes, node_sizes=(2, 1))
+
+    def work(group: TcpGroup) -> bool:
+        x = LARGE if group.rank == 2 else torch.zeros_like(LARGE)
+        if group.across is not None:
+            group.across.broadcast(x, 1)
+        sample = x[:9].clone()
+        try:
+            group.node.broadcast(sample, 0)
+        except ExchangeError:
+            for each in groups:
+                each.cut()  # it would dial again until the deadline, and the clock stands
+            raise
+        return sample.equal(LARGE[:9])
+
+    assert all_at_once(groups, work) == [True] * 3
+    network.close()
+    assert clock.now - begun_at > 2 * 900.0
+
+
+def test_a_nodes_other_workers_are_free_as_soon_as_the_first_one_gives_up(clock) -> None:
+    groups, _ = members(3, [b""] * 3, timeout_s=900.0, node_sizes=(2, 1))
+    waiting, over = threading.Barrier(3, timeout=20), threading.Event()
+
+    def work(group: TcpGroup) -> str:
+        group.all_reduce(torch.ones(1)).wait()
+        waiting.wait()
+        if group.rank == 2:
+            while not over.wait(0.001):
+                clock.now += 10.0
+            return ""
+        with pytest.raises(ExchangeError) as raised:
+            (group.across or group.node).broadcast(torch.zeros(3), 1 if group.rank == 0 else 0)
+        if group.rank == 1:
+            over.set()
+        return str(raised.value)
+
+    first, other, _ = all_at_once(groups, work)
+    assert first.endswith("gave up: node2/worker0 did not do its part in time")
+    assert "gave up: node0/worker0: it has left the group" in other
+
+
+def test_workers_of_a_single_node_have_the_deadline_among_themselves(clock) -> None:
+    groups, _ = members(2, [b""] * 2, timeout_s=900.0, node_sizes=(2,))
+    over = threading.Event()
+
+    def work(group: TcpGroup) -> str:
+        group.all_reduce(torch.ones(1)).wait()
+        if group.rank == 0:
+            while not over.wait(0.001):
+                clock.now += 10.0
+            return ""
+        with pytest.raises(ExchangeError) as raised:
+            group.node.broadcast(torch.zeros(3), 0)
+        over.set()
+        return str(raised.value)
+
+    begun_at = clock.now
+    _, said = all_at_once(groups, work)
+    assert said.endswith("gave up: node0/worker0 did not do its part in time")
+    assert clock.now - begun_at < INSIDE_PATIENCE * 900.0
+
+
+def test_a_transfer_that_stands_still_does_not_look_as_if_it_moved(clock) -> None:
+    """For the servers, by which a node's workers are freed if the script of the first one hangs."""
+    stands, over = threading.Event(), threading.Event()
+
+    def carry(data: bytes, before: int) -> bytes:
+        clock.now += 1.0
+        if before > 1_000_000:
+            stands.set()
+            over.wait(30)
+        return data
+
+    network = Network(carry)
+    groups, _ = members(3, [b""] * 3, timeout_s=900.0, routes=network.routes, node_sizes=(2, 1))
+
+    def stopped() -> bool:
+        clock.now += 900.0
+        return not groups[1].progress()
+
+    def work(group: TcpGroup) -> bool:
+        if group.rank == 2:
+            stands.wait(30)
+            try:
+                until(groups[1].progress, "the transfer shows")
+                until(stopped, "it shows no longer")
+            finally:
+                over.set()
+            return True
+        x = LARGE.clone() if group.rank == 0 else torch.zeros_like(LARGE)
+        group.node.broadcast(x, 0)
+        return x.equal(LARGE)
+
+    assert all_at_once(groups, work) == [True] * 3
+    network.close()
 
 
 def longest_silence(nbytes: Sequence[int], rates: Sequence[float]) -> float:

@@ -126,10 +126,15 @@ class Mesh:
             logger.info("%s: %s", what, slowest)
 
     def progress(self) -> str:
-        """Return the progress of the slowest stream that has been moving for a while; an empty text: there is none."""
+        """Return the progress of the slowest stream that has been moving for a while; an empty text: there is none.
+
+        The servers take a text that changes for movement, so a stream that has been silent for too long has none.
+        """
         with self._lock:
             streams = list(self._streams.values())
-        moving = [one for stream in streams if (one := stream.progress()).left_nbytes and one.seconds > SHOWN_AFTER_S]
+        silent_since = time.monotonic() - self.timeout_s
+        told = [stream.progress() for stream in streams if stream.moved_at > silent_since]
+        moving = [one for one in told if one.left_nbytes and one.seconds > SHOWN_AFTER_S]
         return str(max(moving, key=lambda one: one.left_s)) if moving else ""
 
     def _endpoint_of(self, rank: int) -> Endpoint:
