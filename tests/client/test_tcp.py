@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -20,18 +21,18 @@ import pytest
 import torch
 
 from benchmarks.testbed import Testbed
-from lsgd.client.groups import mesh, stream, tcp_group
+from lsgd.client.groups import mesh, stream, stream_ends, tcp_group
 from lsgd.client.groups.base import INSIDE_PATIENCE
 from lsgd.client.groups.handshake import context_of
 from lsgd.client.groups.staging import PIECE_NBYTES
 from lsgd.client.groups.stream import HEADER, Loop, Operation
-from lsgd.client.groups.stream_ends import OutgoingStream
+from lsgd.client.groups.stream_ends import RECORD_NBYTES, STALLED_S, OutgoingStream, _unacknowledged_nbytes
 from lsgd.client.groups.tcp_group import RELAYED_PIECES, TcpGroup, relayed_numels
 from lsgd.errors import ExchangeError
 from lsgd.protocol.credentials import run_certificate
 
 from ..integration.running import until
-from .bench import CERTIFICATE, Switchboard
+from .bench import CERTIFICATE, Switchboard, together
 from .meshes import Network, all_at_once, members
 from .test_groups import HOUR_S, every_verb
 from .test_groups import run as run_over
@@ -603,36 +604,56 @@ def test_a_connection_that_breaks_between_two_messages_is_made_anew() -> None:
 
 
 class Pair:
-    """A TCP connection on this machine."""
+    """A TCP connection on this machine; with a certificate, the sender's end is in TLS."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificate: bytes = b"") -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
             self.sender = socket.create_connection(listener.getsockname())
             self.sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
-            self.sender.setblocking(False)
             self.receiver, _ = listener.accept()
+        if certificate:
+
+            def shake(answers: int) -> socket.socket:
+                end = self.receiver if answers else self.sender
+                return context_of(certificate, answers=bool(answers)).wrap_socket(end, server_side=bool(answers))
+
+            self.sender, receiver = together(shake, [False, True])
+            self.receiver = socket.socket(fileno=receiver.detach())
+        self.sender.setblocking(False)
 
     def read(self, nbytes: int) -> bytes:
         data = b""
-        while len(data) < nbytes:
-            data += self.receiver.recv(nbytes - len(data))
+        while len(data) < nbytes and (more := self.receiver.recv(nbytes - len(data))):
+            data += more
         return data
 
 
-def test_what_has_not_arrived_is_kept_when_the_tensor_is_used_again() -> None:
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    """The thread of a stream that sends."""
     loop = Loop("lsgd-send")
+    yield loop
+    loop.end()
+    loop.thread.join(20)
+
+
+def send(line: OutgoingStream, data: bytearray) -> Operation:
+    """Put a message on a stream, and return its operation when the system has all of it."""
+    work = Operation()
+    work.start([(line, memoryview(data))], "exchange")
+    work.wait(HOUR_S * 1e6)
+    return work
+
+
+def test_what_has_not_arrived_is_kept_when_the_tensor_is_used_again(loop) -> None:
     lost: Future[None] = Future()
     line = OutgoingStream("node1/worker0", loop, lambda: lost.set_result(None))
     first, second = Pair(), Pair()
     data = bytearray(os.urandom(1_000_000))
-    expected = HEADER.pack(len(data), 0)[:8]
+    expected = HEADER.pack(len(data), zlib.crc32(b"exchange")) + data
     line.connect(first.sender, 0)
-    work = Operation()
-    sent = bytes(data)
-    work.start([(line, memoryview(data))], "exchange")
-    work.wait(HOUR_S * 1e6)  # all of it is the system's
-    work.release()
+    send(line, data).release()
     data[:] = bytes(len(data))
     got = first.read(5000)
     first.receiver.setblocking(False)
@@ -644,12 +665,72 @@ def test_what_has_not_arrived_is_kept_when_the_tensor_is_used_again() -> None:
     first.receiver.close()
     lost.result(20)
     line.connect(second.sender, len(got))
-    got += second.read(HEADER.size + len(sent) - len(got))
-    assert got[:8] == expected and got[HEADER.size :] == sent
+    assert got + second.read(len(expected) - len(got)) == expected
     line.close()
-    loop.end()
-    loop.thread.join(20)
     second.receiver.close()
+
+
+def test_the_start_of_a_record_is_kept_too(loop, monkeypatch) -> None:
+    """With TLS the receiver's system has it, but nobody can read it."""
+    lost: Future[None] = Future()
+    line = OutgoingStream("node1/worker0", loop, lambda: lost.set_result(None))
+    first, second = Pair(CERTIFICATE), Pair()
+    data = bytearray(os.urandom(1_000_000))
+    line.connect(first.sender, 0)
+    work = send(line, data)
+    more = 5 + 1 + 16  # of each record: its header, kind and tag
+    read = HEADER.size + 3 * RECORD_NBYTES
+    acknowledged = read + 4 * more + RECORD_NBYTES - 100
+    sent = HEADER.size + len(data) + (1 + -(-len(data) // RECORD_NBYTES)) * more
+    monkeypatch.setattr(stream_ends, "_unacknowledged_nbytes", lambda connection: sent - acknowledged)
+    work.release()
+    first.receiver.close()
+    lost.result(20)
+    line.connect(second.sender, read)
+    assert second.read(len(data) - 3 * RECORD_NBYTES) == data[3 * RECORD_NBYTES :]
+    line.close()
+    second.receiver.close()
+
+
+def test_what_had_arrived_when_the_connection_broke_is_not_kept(loop) -> None:
+    lost: Future[None] = Future()
+    line, pair = OutgoingStream("node1/worker0", loop, lambda: lost.set_result(None)), Pair()
+    line.connect(pair.sender, 0)
+    works = [send(line, bytearray(1000)) for _ in range(3)]
+    pair.read(3 * (HEADER.size + 1000))
+    until(lambda: not _unacknowledged_nbytes(pair.sender), "all is acknowledged")
+    pair.receiver.close()
+    lost.result(20)
+    for work in works:
+        work.release()
+    assert not line._kept
+    line.close()
+
+
+class Unanswered(socket.socket):
+    """A socket with a packet that nobody acknowledges."""
+
+    def getsockopt(self, *_: int) -> bytes:
+        return b"\1" * 100
+
+
+def test_a_new_connection_is_not_given_up_for_what_the_last_one_did(loop, monkeypatch) -> None:
+    clock, lost = Clock(), []
+    monkeypatch.setattr(stream_ends, "time", clock)
+    monkeypatch.setattr(stream_ends, "_unacknowledged_nbytes", lambda connection: 7)
+    line = OutgoingStream("node1/worker0", loop, lambda: lost.append(clock.now))
+    pairs = Pair(), Pair()
+    for pair in pairs:
+        line.connect(Unanswered(fileno=pair.sender.detach()), 0)
+        line.watch()
+        clock.now += STALLED_S - 1.0
+    line.watch()
+    assert not lost
+    clock.now += 2.0
+    line.watch()
+    assert len(lost) == 1
+    for pair in pairs:
+        pair.receiver.close()
 
 
 def test_a_member_with_another_certificate_is_told_at_once() -> None:
