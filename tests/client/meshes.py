@@ -78,11 +78,16 @@ class Network:
 
     Args:
         spoil: bytes go through this, with the number of those before them.
+
+    Attributes:
+        down: whether new connections are closed at once.
+        closed: how many were.
     """
 
     def __init__(self, spoil: Callable[[bytes, int], bytes] = lambda data, before: data) -> None:
         self.carried_nbytes = 0
-        self.breaks = 0
+        self.breaks = self.closed = 0
+        self.down = False
         self._spoil = spoil
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
@@ -139,6 +144,10 @@ class Network:
         with suppress(OSError):
             while True:
                 caller, _ = listener.accept()
+                if self.down:
+                    self.closed += 1
+                    caller.close()
+                    continue
                 try:
                     called = socket.create_connection((behind.address, behind.port))
                 except OSError:

@@ -603,6 +603,35 @@ def test_a_connection_that_breaks_between_two_messages_is_made_anew() -> None:
     network.close()
 
 
+def test_a_connection_that_nobody_waits_for_is_tried_again_as_long_as_it_takes(clock) -> None:
+    network = Network()
+    groups, _ = members(2, [b""] * 2, timeout_s=900.0, routes=network.routes)
+    meet = threading.Barrier(2, timeout=30)
+
+    def away() -> None:
+        network.down = True
+        network.break_all()
+        until(lambda: network.closed, "a member dials in vain")
+        clock.now += 1000.0
+        before = network.closed
+        until(lambda: network.closed > before + 4, "they go on trying")
+        network.down = False
+
+    def work(group: TcpGroup) -> float:
+        summed(group)
+        try:
+            if meet.wait() == 0:
+                away()
+        finally:
+            meet.wait()
+        return summed(group)
+
+    try:
+        assert all_at_once(groups, work) == [3.0, 3.0]
+    finally:
+        network.close()
+
+
 class Pair:
     """A TCP connection on this machine; with a certificate, the sender's end is in TLS."""
 

@@ -54,7 +54,7 @@ class Mesh:
         address: this machine's, to which the others connect.
         store: where the members publish their endpoints.
         certificate: key and certificate of TLS (PEM); empty: the connections are not encrypted.
-        timeout_s: how long to try to make a connection.
+        timeout_s: how long to try to make a connection for which an operation waits.
         routes: returns the routes for a rank and a function that returns the endpoint of a rank.
         when_cut: ends the waits for what members publish.
     """
@@ -183,8 +183,8 @@ class Mesh:
     # -- in the thread that makes connections ------------------------------------------------------------------
 
     async def _keep_trying(self, stream: TensorStream, route: Route, hello: Hello) -> None:
-        """Make a stream's connection; try again until it succeeds or is hopeless."""
-        deadline = time.monotonic() + self.timeout_s
+        """Make a stream's connection; try again until it succeeds or is hopeless, or an operation waits for too long."""
+        began = time.monotonic()
         pause_s, longest_s = _RETRY_S
         while True:
             try:
@@ -193,7 +193,8 @@ class Mesh:
                 return
             except (OSError, TimeoutError) as error:
                 stream.trouble = error.strerror or str(error) or f"no answer within {HELLO_WITHIN_S:g} s"
-                if _is_final(error) or time.monotonic() > deadline:
+                late = time.monotonic() - max(began, stream.waited_since()) > self.timeout_s
+                if _is_final(error) or late:
                     stream.fail(ConnectionError(f"no connection with {stream.peer}: {stream.trouble}"))
                     return
             await asyncio.sleep(pause_s)
