@@ -183,7 +183,7 @@ class Mesh:
     # -- in the thread that makes connections ------------------------------------------------------------------
 
     async def _keep_trying(self, stream: TensorStream, route: Route, hello: Hello) -> None:
-        """Make a stream's connection; try again until it succeeds or is hopeless, or an operation waits for too long."""
+        """Make a stream's connection; try again until it succeeds, is hopeless, or is waited for too long."""
         began = time.monotonic()
         pause_s, longest_s = _RETRY_S
         while True:
