@@ -170,7 +170,7 @@ class Blockwise(Codec):
 
     def kernels_on(self, device: torch.device) -> Kernels | None:
         """Return the kernels for a device, if there are any."""
-        return kernels_for(device.type, self.family, *self.form)
+        return kernels_for(device, self.family, *self.form)
 
     def _kernels(self, device: torch.device, numel: int) -> tuple[Kernels | None, int]:
         """Return the kernels for a device, if any, and how many of ``numel`` elements they process."""
