@@ -29,7 +29,7 @@ class Steps:
     """The steps of one worker. A step in which an optimizer steps is an iteration; other steps keep the grant.
 
     Attributes:
-        useful: whether this step called an optimizer, or added up gradients in ``no_sync()``.
+        useful: whether an optimizer has made this step, or it added up gradients in ``no_sync()``.
     """
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
@@ -193,7 +193,7 @@ class Steps:
         message = (
             f"{self._name}: {self._idle} steps without a step of a joined optimizer, so only {self._grants.done} "
             f"iterations count: optimizer.step() is missing, or its optimizer was created after Worker.join; or "
-            f"GradScaler skips every step because gradients are non-finite; or the loop evaluates, which belongs in "
+            f"every step is skipped because gradients are non-finite; or the loop evaluates, which belongs in "
             f"worker.pause(). To accumulate this many micro-batches, use worker.no_sync()"
         )
         if self._idle >= FAIL_AFTER_STEPS:
@@ -252,10 +252,10 @@ class Steps:
         return evaluate
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.useful, self._idle = True, 0
         self._outside += not self._begun
         active = self.rounds.active
         # GradScaler always calls a fused optimizer, which skips the step itself if this tensor says so.
         found_inf = getattr(optimizer, "found_inf", None)
         skipped = (active is not None and active.skipped) or (found_inf is not None and bool(found_inf))
-        self._stepped |= not skipped
+        if not skipped:
+            self.useful, self._idle, self._stepped = True, 0, True
