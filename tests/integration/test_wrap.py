@@ -241,6 +241,33 @@ def test_after_the_end_of_the_run_the_loop_changes_nothing(cluster, monkeypatch,
 
 
 @pytest.mark.parametrize("arguments", ALGORITHMS)
+def test_after_the_end_closures_and_forward_passes_change_nothing(cluster, monkeypatch, arguments) -> None:
+    join_here(cluster, monkeypatch, *arguments, "--iterations", "3")
+    model = nn.Sequential(nn.BatchNorm1d(6), network())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)
+    worker = lsgd.wrap(model, optimizer, steps=6)
+    batches = (torch.randn(4, 6) for _ in itertools.count())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(next(batches)).square().mean()
+        loss.backward()
+        return loss
+
+    states = []
+    for _ in range(6):
+        optimizer.step(closure)
+        states.append({name: x.clone() for name, x in model.state_dict().items()})
+    closure()  # a loop that computes gradients before the step
+    optimizer.step(lambda: torch.tensor(0.0))
+    assert worker.stopped and worker.iterations == 3
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, states[3][name]), name
+    assert not torch.equal(states[3]["0.running_mean"], states[1]["0.running_mean"])
+    assert worker.finish()
+
+
+@pytest.mark.parametrize("arguments", ALGORITHMS)
 def test_means_and_barriers_over_scripts(cluster, arguments) -> None:
     cluster.start("--workers", "2", *arguments)
 

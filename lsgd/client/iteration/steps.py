@@ -225,12 +225,11 @@ class Steps:
                 f"{self._name}: optimizer.step() after worker.pause() in the same step: the pause ended this iteration "
                 f"or gave it back to the run; pause after the step, or between two loops"
             )
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-        if not callable(closure) or self.rounds.gradients is None:
+        closure = closure_in(args, kwargs)
+        if closure is None or self.rounds.gradients is None:
             self.rounds.before_step()
             return None
-        others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (optimizer, self._evaluated_once(optimizer, closure), *args[2:]), others
+        return with_closure(self._evaluated_once(optimizer, closure), args, kwargs)
 
     def _evaluated_once(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that exchanges its gradients and may run once a step: all workers exchange equally often."""
@@ -259,3 +258,16 @@ class Steps:
         skipped = (active is not None and active.skipped) or (found_inf is not None and bool(found_inf))
         if not skipped:
             self.useful, self._idle, self._stepped = True, 0, True
+
+
+def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure among the arguments of an optimizer's step, of which the first is the optimizer; or None."""
+    closure = kwargs.get("closure") or (*args, None)[1]
+    return closure if callable(closure) else None
+
+
+def with_closure(
+    closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an optimizer's step with another closure."""
+    return (args[0], closure, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
