@@ -91,6 +91,7 @@ class WrappedWorker(Worker):
     def batches(self, loader: Iterable[T]) -> loaders.Pass[T]:
         """Return :meth:`Worker.batches`, whose steps replace those of the hooks."""
         self.hooks.close()
+        self._checkpoints.forget_positions()
         return super().batches(loader)
 
     def at_exit(self, reason: str = LOOP_ENDED) -> None:
@@ -114,6 +115,10 @@ class WrappedWorker(Worker):
     def record(self, loss: Tensor) -> None:
         """Record a loss that the model has returned."""
         super().report(loss)
+
+    def note_batches(self) -> None:
+        """Count the batches that are drawn by now as trained on; checkpoints of the next round count no others."""
+        self._checkpoints.note_positions()
 
     def drop_gradients(self) -> None:
         """Drop the gradients, so that a step changes nothing."""
@@ -156,6 +161,7 @@ class _Hooks:
     def attach(self, worker: WrappedWorker) -> None:
         """Drive the worker's steps. Its own hooks on the optimizers run after those before a step, and before these."""
         self.worker = worker
+        worker.note_batches()
         self._removable += [o.register_step_post_hook(self._after_step) for o in self._optimizers]
 
     def close(self) -> None:
@@ -239,6 +245,7 @@ class _Hooks:
         self._stepped.add(optimizer)
         if self.worker is not None and len(self._stepped) == len(self._optimizers):
             self.worker.close_step()
+            self.worker.note_batches()
             self._stepped.clear()
             self._begun, self._made, self._passes = False, True, 0
 
