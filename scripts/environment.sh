@@ -15,6 +15,8 @@ use_environment() {
     for candidate in python3 python3.{14,13,12,11} python; do
         if "$candidate" -c "$recent" 2>/dev/null; then
             python=$root/.venv/bin/python
+            [[ -w $root/.venv.lock || (! -e $root/.venv.lock && -w $root) ]] || fail "$root/.venv belongs to another user; use it as it" \
+                "is, if it is complete: PYTHON=$python bash $0"
             make_environment "$candidate" "$@" 9>>"$root/.venv.lock" || exit 1
             return
         fi
@@ -52,7 +54,7 @@ make_environment() (
         "$base" -m venv .venv >&2 || fail "$base cannot make an environment in $root/.venv, for the reason above"
     fi
     say "installing into $root/.venv; this happens once and takes some minutes"
-    : >"$stamp"
+    [[ ! -f $stamp ]] || : >"$stamp"
     pip_install setuptools uv # setuptools builds lsgd, and torch needs it anyway
     install_cpu_torch
     install_packages --no-build-isolation --editable ".${extras:+[$extras]}"

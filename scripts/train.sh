@@ -58,7 +58,7 @@ for name in INSECURE RESUME; do
     esac
 done
 
-use_environment examples
+use_environment examples ${STORE:+store}
 store_name=${STORE%/}
 RUN_NAME=${RUN_NAME:-${store_name##*/}}
 printf -v join "IP_ADDR=%q NUM_GROUPS=%q" "$IP_ADDR" "$NUM_GROUPS"

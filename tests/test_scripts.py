@@ -154,7 +154,12 @@ class TestEnvironment:
         """The next call begins anew."""
         reason = checkout.refuse(PIP_NO_INDEX="1")
         assert "pip failed with exit code 1" in reason and "-m pip install setuptools" in reason
+        (stamp := checkout.root / ".venv" / "installed").unlink()  # as if made by hand, which stays
+        (checkout.root / ".venv" / "own").touch()
+        assert "pip failed with exit code 1" in checkout.refuse(PIP_NO_INDEX="1")
+        assert not stamp.exists()
         assert "installing into" in checkout.use(**installed)
+        assert (checkout.root / ".venv" / "own").exists()
         assert checkout.use() == ""
 
     @pytest.mark.parametrize(("driver", "torch"), [(False, True), (True, True), (False, False)])

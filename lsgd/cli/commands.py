@@ -26,7 +26,7 @@ from lsgd.node.launch import LaunchSettings, launch
 from lsgd.node.place import Place, find_place
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
-from lsgd.protocol.keys import OPERATOR, KeyRing, default_folder, node_name, token_path
+from lsgd.protocol.keys import ALLOWED, OPERATOR, KeyRing, default_folder, node_name, token_path
 from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
 from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
 from lsgd.run_folder import CHECKPOINTS, find_run
@@ -411,7 +411,9 @@ def keygen_command(folder: Path | None, nodes: int) -> None:
     names = [node_name(node) for node in range(nodes)]
     ring = KeyRing.make(folder or default_folder(), [*names, OPERATOR])
     for name in (*names, OPERATOR):
-        click.echo(f"{name:9} {token_path(name, ring.folder)}")
+        path = token_path(name, ring.folder)
+        there = path.exists() or f"as before; for a new token, delete its line in {ring.folder / ALLOWED}"
+        click.echo(f"{name:9} {path if there is True else there}")
     click.echo(
         f"Copy each node's token to that node, so that nobody else can read it. Start the global server with: "
         f"--keys {ring.folder}"

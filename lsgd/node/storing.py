@@ -33,11 +33,17 @@ def bring(url: str, folder: Path, node: int, *, required: bool) -> bool:
     """Download the newest checkpoints of a node into its run folder; return whether there are any.
 
     Raises:
-        ConfigError: the store cannot be read, or has no checkpoint of node 0 although one is ``required``.
+        ConfigError: the store cannot be read, or has no checkpoint of node 0 although one is ``required``, or the run
+            folder cannot be written.
     """
     store = Store(url)
     _print(f"looking for checkpoints of node {node} in {store.url}")
-    found = _patiently(lambda: restore(store, folder, node, _print))
+    try:
+        found = _patiently(lambda: restore(store, folder, node, _print))
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written: {error.strerror or error}; free space there, or name another --run-dir"
+        ) from None
     if not found and required and node == 0:
         raise ConfigError(
             f"there is nothing to resume: {store.url} has no intact checkpoint of node 0; name the store that the run "

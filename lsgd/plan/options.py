@@ -1,5 +1,6 @@
 """The plan's settings as flags of a command line."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import click
 from lsgd.algorithms import ALGORITHMS
 from lsgd.plan.plan import flag
 from lsgd.plan.run import RunSettings
-from lsgd.settings import fields, span
+from lsgd.settings import fields, shown, span
 
 
 def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -21,14 +22,14 @@ def plan_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def _flags() -> dict[str, str]:
     """Return the help text of each flag; a setting that several algorithms share is one flag."""
     flags = {"algorithm": f"The algorithm: {', '.join(ALGORITHMS)}."}
-    sections: list[tuple[str, type]] = [("", RunSettings), *ALGORITHMS.items()]
-    for section, cls in sections:
+    found: dict[str, list[tuple[str, dataclasses.Field[Any]]]] = {}
+    for section, cls in (("", RunSettings), *ALGORITHMS.items()):
         for name, spec in fields(cls).items():
-            of = f"[{section}] " if section else ""
-            text = f"{of}{spec.metadata['meaning']} (default {spec.default}; {span(spec) or 'any'})"
-            if name in flags:
-                earlier, _, _ = flags[name].partition("] ")
-                flags[name] = flags[name].replace(earlier, f"{earlier}, {section}", 1)
-            else:
-                flags[name] = text
+            found.setdefault(name, []).append((section, spec))
+    for name, specs in found.items():
+        of = f"[{', '.join(section for section, _ in specs)}] " if specs[0][0] else ""
+        defaults = {shown(spec, spec.default) for _, spec in specs}
+        default = f"default {defaults.pop()}" if len(defaults) == 1 else "defaults: lsgd algorithms NAME"
+        first = specs[0][1]
+        flags[name] = f"{of}{first.metadata['meaning']} ({default}; {span(first) or 'any'})"
     return flags

@@ -4,6 +4,7 @@ fsspec is imported at first use: a launcher without a store does without it.
 """
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -144,8 +145,13 @@ class Store:
         if self._protocol in _WITH_FOLDERS:  # elsewhere this might create a bucket
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         if self._protocol in _RENAMES:
-            yield f"{path}.tmp"
-            self._fs.mv(f"{path}.tmp", path)
+            try:
+                yield f"{path}.tmp"
+                self._fs.mv(f"{path}.tmp", path)
+            except Exception:
+                with suppress(Exception):
+                    self._fs.rm_file(f"{path}.tmp")
+                raise
         else:
             yield path
 
@@ -189,7 +195,9 @@ def _known(url: str) -> str:
     try:
         get_filesystem_class(protocol)
     except ImportError as error:
-        raise ConfigError(f"{url} needs another package: {error}; pip install 'lsgd[store]', or: {_PACKAGES}") from None
+        raise ConfigError(
+            f"{url} needs another package: {error}; install it ({_PACKAGES}): {sys.executable} -m pip install PACKAGE"
+        ) from None
     except ValueError as error:
         known = ", ".join(sorted(p for p in available_protocols() if p in (*_TELL, "hf")))
         raise ConfigError(f"the store {url} cannot be opened: {error}; known are {known} and fsspec's others") from None

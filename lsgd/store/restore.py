@@ -225,4 +225,6 @@ def _restore_results(store: Store, folder: Path) -> None:
     there = set(store.names(""))
     for name in RESULTS:
         if name in there and not (folder / name).exists():
-            store.download(name, folder / name)
+            temporary = folder / f"{name}.download.tmp"
+            store.download(name, temporary)
+            temporary.replace(folder / name)

@@ -26,7 +26,7 @@ LOOK_EVERY_S = 1.0
 """How often the process looks for new files, in seconds."""
 
 RESULTS_EVERY_S = 30.0
-"""How often results that have changed are uploaded during the run, in seconds."""
+"""How often a result that changes is uploaded during the run, in seconds."""
 
 LONGEST_PAUSE_S, SAY_AGAIN_S = 60.0, 600.0
 """Longest pause before another try, and time between two lines about the same trouble, in seconds."""
@@ -67,7 +67,7 @@ class Uploads:
         self._store, self._folder, self._node, self._say, self._clock = store, folder, node, say, clock
         self._there: dict[str, Manifest] | None = None  # complete checkpoints of this node; None: not asked yet
         self._sent: dict[str, tuple[int, int]] = {}  # change time and size of the results that were uploaded
-        self._results_due_s = 0.0
+        self._due_s: dict[str, float] = {}  # when each of them may go again
 
     def upload_next(self, *, final: bool = False) -> bool:
         """Upload the most important file, if there is any; return whether there was.
@@ -113,16 +113,15 @@ class Uploads:
         return [name for _, name in sorted(newest.values()) if name not in self._there]
 
     def _results(self, final: bool) -> list[tuple[str, int]]:
-        """Return the names and sizes of the results that have changed since they were uploaded, if it is time."""
-        if self._node or not (final or self._clock() >= self._results_due_s):
+        """Return the names and sizes of the results that have changed since they were uploaded, and may go again."""
+        if self._node:
             return []
         found = []
         for path in sorted(self._folder.rglob("*") if final else self._folder.glob("*")):
             name = path.relative_to(self._folder).as_posix()
-            if not _stays(name) and path.is_file() and (now := _version(path)) != self._sent.get(name):
+            due = final or self._clock() >= self._due_s.get(name, 0.0)
+            if due and not _stays(name) and path.is_file() and (now := _version(path)) != self._sent.get(name):
                 found.append((name, now[1]))
-        if not found:
-            self._results_due_s = self._clock() + RESULTS_EVERY_S
         return found
 
     def _upload_checkpoint(self, name: str) -> None:
@@ -150,7 +149,7 @@ class Uploads:
     def _upload_result(self, name: str) -> None:
         version = _version(self._folder / name)
         self._store.upload(name, self._folder / name)
-        self._sent[name] = version
+        self._sent[name], self._due_s[name] = version, self._clock() + RESULTS_EVERY_S
 
 
 def _stays(name: str) -> bool:

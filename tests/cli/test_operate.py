@@ -14,7 +14,9 @@ from rich.console import Console
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.cli.commands import main
+from lsgd.protocol.events import Event, RunProgress
 from lsgd.protocol.keys import KeyRing, parse_token, token_path
+from lsgd.protocol.sockets import new_key_pair
 from lsgd.run_folder import claimed
 from lsgd.settings import fields
 from lsgd.settings import shown as shown_value
@@ -157,6 +159,11 @@ def test_the_table_of_members():
     assert lines[-2].split() == ["node0/worker0", "0", "live", "12", "0.1235", "0.0", "s"]
     console.print(terminal.view(RunView(status | {"count": 20_024})))  # resumed
     assert "20024 iterations in 2.0s (12.0 a second)" in console.file.getvalue()
+    still = RunView(status)
+    for second in (3.0, 4.0):
+        still.fold(Event(1, second, RunProgress(second, "running", "busy", "why", 24, 0, 0.0, ())))
+    console.print(terminal.view(still))
+    assert "24 iterations in 4.0s (0.0 a second)" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -256,6 +263,20 @@ def test_keygen_makes_a_token_for_each_node_and_tells_where(tmp_path):
     assert [line.split() for line in tokens] == [[n, str(tmp_path / "keys" / f"{n}.token")] for n in names]
     assert advice.endswith(f"--keys {tmp_path}/keys")
     assert {parse_token((tmp_path / "keys" / f"{n}.token").read_text(), n).name for n in names} == set(names)
+
+
+def test_keygen_names_no_token_that_the_ring_of_a_node_that_took_over_lacks(tmp_path):
+    ring = KeyRing.make(tmp_path / "keys", ["node0"])
+    adopted = KeyRing.adopt(tmp_path / "node1-keys", new_key_pair()[1], ring.listed(), b"")
+    folder = str(adopted.folder)
+    for made_anew in (False, True):
+        (adopted.folder / "certificate.pem").write_text("-----CERTIFICATE-----\n")
+        done = CliRunner().invoke(main, ["keygen", "--keys", folder, "--nodes", "2"])
+        node0, node1, *_ = done.output.splitlines()
+        assert node1.split() == ["node1", f"{folder}/node1.token"]
+        wanted = f"{folder}/node0.token" if made_anew else f"a new token, delete its line in {folder}/allowed"
+        assert node0.endswith(wanted) and (adopted.folder / "node0.token").exists() is made_anew
+        (adopted.folder / "allowed").write_text("")
 
 
 def test_a_command_takes_a_token_and_says_when_it_needs_one(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """deploy/kubernetes/: manifests fit the schemas of Kubernetes, JobSet and Kubeflow, and the launcher they start."""
 
 import itertools
+import json
 import subprocess
 from base64 import b64encode
 from pathlib import Path
@@ -11,7 +12,9 @@ from click.testing import CliRunner
 
 from lsgd.cli.commands import main
 from lsgd.node.place import find_place
+from lsgd.plan.plan import read
 from lsgd.protocol.keys import KeyRing, connector_keys
+from lsgd.run_folder import RESULT
 
 yaml = pytest.importorskip("yaml")
 kubernetes_validate = pytest.importorskip("kubernetes_validate", exc_type=ImportError)
@@ -82,7 +85,9 @@ def test_the_launcher_takes_what_a_pod_gives_it(name: str) -> None:
     pod = job_of(kinds)["spec"]["template"]["spec"]
     trainer = kinds.get("TrainJob", {}).get("spec", {}).get("trainer", pod["containers"][0])
     for args in (trainer["args"], pod["containers"][0]["args"]):
-        with main.commands[args[0]].make_context(args[0], args[1:]) as context:
+        here = [each.replace("/opt/lsgd", str(FOLDER.parents[1])) for each in args]
+        with main.commands[args[0]].make_context(args[0], here[1:]) as context:
+            assert read(context.params["plan_path"], {}, {}).plan.run.iterations  # the script has a schedule
             assert context.params["resume_if_any"] and context.params["run_dir"]
             assert context.params["command"][0] == "python"
     mounts = [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
@@ -140,9 +145,22 @@ def test_probes_ask_the_global_server_on_node_0_alone(name: str) -> None:
         address = "MASTER_ADDR" if name == "jobset.yaml" else "PET_MASTER_ADDR"
         told = {rank: "1", address: "node0", "PATH": "/usr/bin:/bin"}
         assert subprocess.run([shell, flag, line], env=told, check=False).returncode == 0
-        said = subprocess.run(
-            [shell, flag, line.replace("exec", "echo")], env=told | {rank: "0"}, stdout=subprocess.PIPE
-        )
+        line = line.replace("lsgd status", "echo lsgd status")
+        said = subprocess.run([shell, flag, line], env=told | {rank: "0"}, stdout=subprocess.PIPE)
         program, *arguments = said.stdout.decode().split()
         with main.commands[arguments[0]].make_context(program, arguments[1:]) as context:
             assert context.params["healthy"] and context.params["connect"] == "node0:47400"
+
+
+@FILES
+def test_a_run_that_is_over_is_healthy(name: str, tmp_path: Path) -> None:
+    """Its server has ended, and its scripts go on."""
+    (container,) = job_of(manifests(name))["spec"]["template"]["spec"]["containers"]
+    shell, flag, line = container["livenessProbe"]["exec"]["command"]
+    line = line.replace("lsgd status", "false").replace("/runs/digits", str(tmp_path))
+    rank = "JOB_COMPLETION_INDEX" if name == "jobset.yaml" else "PET_NODE_RANK"
+    for document, healthy in ((None, False), ({"state": "running"}, False), ({"state": "over"}, True)):
+        if document:
+            (tmp_path / RESULT).write_text(json.dumps(document, indent=2))
+        done = subprocess.run([shell, flag, line], env={rank: "0", "PATH": "/usr/bin:/bin"}, check=False)
+        assert (done.returncode == 0) is healthy

@@ -79,14 +79,18 @@ class Job:
 
 
 @pytest.mark.timeout(400)
-def test_a_job_that_is_started_again_continues_from_its_checkpoints(slurm: Slurm, tmp_path: Path) -> None:
+@pytest.mark.parametrize("again", [("scontrol", "requeue"), ("scancel", "--batch", "--signal=USR1")])
+def test_a_job_that_is_started_again_continues_from_its_checkpoints(
+    slurm: Slurm, tmp_path: Path, again: tuple[str, ...]
+) -> None:
+    """As when the job is preempted: SIGTERM to all processes; and as before its time limit: SIGUSR1 to the script."""
     job = Job(slurm, tmp_path, 480)
 
     def saved() -> set[str]:
         return {path.name[: len("node0")] for path in job.run_dir.glob("checkpoints/*/*/node*")}
 
     until(lambda: saved() == {"node0", "node1"}, "both nodes have checkpoints", 150)
-    slurm.ask("scontrol", "requeue", job.number)  # SIGTERM to all processes, as when the job is preempted
+    slurm.ask(*again, job.number)
     job.may_continue.touch()
     until(lambda: job.state in ENDS, "the job ends", 200)
     assert job.state == "COMPLETED", job.says

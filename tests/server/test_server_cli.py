@@ -127,4 +127,7 @@ def test_help_lists_every_setting_with_its_default_and_the_exit_codes() -> None:
     assert code == 0
     for word in ("--pull-global", "--exchange-timeout-s", "--rounding", "Exit codes", "--save-plan"):
         assert word in output
+    words = " ".join(output.split())
+    assert "optimizer steps of a worker, on average, between exchanges (default 1;" in words
+    assert "iterations of a worker, on average, between exchanges (defaults: lsgd algorithms NAME;" in words
     assert run("--version") == (0, f"main, version {__version__}\n")

@@ -34,7 +34,7 @@ from lsgd.run_folder import CHECKPOINTS
 from lsgd.store import manifest as manifests
 from lsgd.store import restore as restoring
 from lsgd.store import upload
-from lsgd.store.manifest import Manifest, by_age
+from lsgd.store.manifest import Manifest, by_age, manifest_of
 from lsgd.store.objects import Store, StoreError
 from lsgd.store.restore import restore
 from lsgd.store.upload import Uploads, serve
@@ -208,6 +208,16 @@ def test_results_that_change_go_now_and_then_and_at_the_end(machine) -> None:
     assert machine.store.read("result.json") == b"3"
 
 
+def test_a_result_that_always_changes_keeps_nothing_waiting(machine) -> None:
+    machine.checkpoint(8)
+    uploads = 0
+    while "run-aa/8/node0-worker0" not in machine.has():
+        machine.writes("metrics.jsonl", f"{uploads}")  # a round while the last one is uploaded
+        assert machine.uploads.upload_next()
+        uploads += 1
+    assert uploads == 2
+
+
 def test_a_file_deleted_before_its_upload_is_no_failure(machine) -> None:
     path = machine.folder / machine.checkpoint(8)
     machine.store.broken = lambda name: bool(path.unlink(missing_ok=True))
@@ -247,7 +257,7 @@ def test_an_object_is_there_as_a_whole_or_not_at_all(tmp_path, puts) -> None:
             puts(store, large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
-    assert store.read("plan.toml") == b"old"
+    assert store.read("plan.toml") == b"old" and store.names("") == ["plan.toml"]
     puts(store, new)
     assert store.read("plan.toml") == b"new" and store.names("") == ["plan.toml"]
 
@@ -293,6 +303,32 @@ def test_the_newest_comes_back_with_its_time_plan_and_rounds(machine, fresh) -> 
     assert "node0-worker0: 16 iterations, 0.0 MB from memory://" in machine.said[-1]
     path.write_text("damaged here")
     assert restore(machine.store, fresh, 0, machine.said.append) and path.read_text() == "aa 16 node0-worker0"
+
+
+def test_a_result_that_came_in_part_comes_again(machine, fresh, monkeypatch) -> None:
+    machine.checkpoint(8)
+    machine.writes("plan.toml", "period = 8")
+    machine.uploads_all()
+
+    def cut(name: str, path: Path) -> None:
+        path.write_bytes(b"")
+        raise StoreError("the link is cut")
+
+    with monkeypatch.context() as patch, pytest.raises(StoreError):
+        patch.setattr(machine.store, "download", cut)
+        restore(machine.store, fresh, 0, machine.said.append)
+    assert restore(machine.store, fresh, 0, machine.said.append)
+    assert (fresh / "plan.toml").read_text() == "period = 8"
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_in_words(tmp_path) -> None:
+    store = Store(f"file://{tmp_path}/run")
+    name = Machine(tmp_path / "one", store).checkpoint(8)
+    store.upload(name, tmp_path / "one" / name)
+    manifests.write(store, manifest_of(name, tmp_path / "one" / name))
+    (tmp_path / "fresh").write_text("a file")
+    with pytest.raises(ConfigError, match="fresh cannot be written: Not a directory; free space there, or name"):
+        storing.bring(store.url, tmp_path / "fresh", 0, required=True)
 
 
 def damage(store: Store, name: str) -> None:
@@ -479,7 +515,7 @@ def test_a_new_run_does_not_mix_with_an_earlier_one(machine, fresh, capsys) -> N
     [
         ("/some/folder", "is no store: give a URL, such as s3://bucket/run"),
         ("foo://x", "the store foo://x cannot be opened: Protocol not known: foo; known are file, .*s3"),
-        ("abfs://x/y", r"needs another package: .*pip install 'lsgd\[store\]', or: s3fs for s3://"),
+        ("abfs://x/y", r"needs another package: .* install it \(s3fs for s3://, .*\): \S+ -m pip install PACKAGE"),
         ("file:///proc/none", "the store file:///proc/none cannot write lsgd.json: .*; check the URL"),
     ],
 )
