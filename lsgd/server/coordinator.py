@@ -293,8 +293,8 @@ class Coordinator:
         endings.committed(self.state, member, request.committed)
         most = self.state.plan.run.lookahead + 1 - member.granted
         current = member.state is MemberState.BUSY and member.round is None and not member.leaving
-        if current and request.seq > member.seq and most > 0:
-            answers.give(self.state, member, request.seq, most)
+        if current and request.seq > member.seq and most > 0 and answers.give(self.state, member, request.seq, most):
+            self.state.moved_at = self.state.now
 
     def _pause(self, member: Member, pause: Pause) -> None:
         steps_aside = member.live or member.state is MemberState.STRAGGLER or member.state is MemberState.CUT

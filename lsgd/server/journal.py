@@ -239,7 +239,7 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Ru
     return state
 
 
-VERSION = 11
+VERSION = 12
 """Version of the format."""
 
 _KEPT = (
@@ -248,6 +248,7 @@ _KEPT = (
     "lacking",
     "done",
     "committed",
+    "last",
     "times_leader",
     "usual",
     "finished",
@@ -415,7 +416,7 @@ def _member_of(saved: dict[str, Any], now: float) -> Member:
         left=Reason(*saved["left"]),
         **{name: saved[name] for name in _KEPT},
     )
-    if member.live or member.state in (MemberState.STRAGGLER, MemberState.CUT):
+    if member.live or member.state in (MemberState.STRAGGLER, MemberState.CUT, MemberState.ENDED):
         member.seq -= 1  # its last answer may not have arrived: it may ask with that number again
     if member.live or member.state is MemberState.CUT:
         member.state = MemberState.BUSY

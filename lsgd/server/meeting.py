@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lsgd.means import mean_of
 from lsgd.protocol.messages import Met, Request
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Member, MemberState, named
+from lsgd.server.roster import Member, MemberState, model_of, named
 
 if TYPE_CHECKING:
     from lsgd.server.state import RunState
@@ -30,7 +30,7 @@ class Meeting:
     """
 
     answered: dict[str, tuple[int, Met]] = field(default_factory=dict)
-    _looked: int = -1  # number of the state's changes at the last look
+    _looked: tuple[int, int] = (-1, 0)  # number of the state's changes at the last look, and of held members, if all
 
     def to_json(self) -> dict[str, Any]:
         """Return what :meth:`from_json` takes."""
@@ -46,10 +46,10 @@ class Meeting:
         incarnation, met = self.answered.get(request.worker, (0, None))
         return met if met and incarnation == request.incarnation and met.number >= request.call else None
 
-    def is_due(self, changes: int) -> bool:
-        """Whether anything has changed since the last look."""
-        before, self._looked = self._looked, changes
-        return before != changes
+    def is_due(self, changes: int, held: int) -> bool:
+        """Whether anything has changed since the last look; ``held``: number of held members, 0 unless all are."""
+        before, self._looked = self._looked, (changes, held)
+        return before != self._looked
 
 
 def come(state: RunState, member: Member) -> None:
@@ -61,18 +61,24 @@ def come(state: RunState, member: Member) -> None:
         words = {"call": _words(member), "other": odd.worker, "theirs": _words(odd)}
         _answer(state, member, Met(member.call, {}, 0, Why.OTHER_CALL(worker=member.worker, **words)))
     elif state.course.schedule.identical and member.held:  # it has nothing that a round could take in
-        state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
+        pause(state, member)
+
+
+def pause(state: RunState, member: Member) -> None:
+    """Let rounds continue without a worker that waits in a call."""
+    state.changes += 1
+    state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
 
 
 def conclude(state: RunState) -> None:
     """Answer all calls once everybody has come who still trains; if the run stops, nobody else will come."""
-    if not state.meeting.is_due(state.changes):
+    held, live = state.roster.held, state.roster.live
+    if not state.meeting.is_due(state.changes, held if held == live else 0):
         return
     callers = [m for m in state.roster.members.values() if m.call and m.state is not MemberState.ENDED]
     if not callers or _missing(state) or any(m.state not in WAITING for m in callers):
         return
     means = {name: mean_of([m.numbers[name] for m in callers]) for name in callers[0].numbers}
-    state.changes += 1
     state.meeting.answered = {}
     for member in callers:
         met = Met(member.call, means, len(callers))
@@ -88,15 +94,21 @@ def awaited(state: RunState, member: Member) -> Reason:
 def _answer(state: RunState, member: Member, met: Met) -> None:
     """Answer a call: the worker is paused until its next request."""
     member.call, member.numbers, member.last = 0, {}, False
-    state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
+    pause(state, member)
     state.answer(member, met)
 
 
 def _missing(state: RunState) -> Sequence[Member]:
-    """Return the members that have not come, and still may."""
+    """Return the members that have not come, and still may.
+
+    Newcomers do not train if only paused callers can give them the model: those continue first.
+    """
     over = (MemberState.FINISHED, MemberState.ENDED)
     members = state.roster.members.values()
-    return [] if state.stopping else [m for m in members if not (m.call or m.last or m.leaving or m.state in over)]
+    missing = [m for m in members if not (m.call or m.last or m.leaving or m.state in over)]
+    paused = (m for m in state.roster.within(MemberState.PAUSED) if m.call)
+    in_vain = all(m.held for m in missing) and model_of(paused) > model_of(missing)
+    return [] if state.stopping or in_vain else missing
 
 
 def _words(member: Member) -> str:

@@ -11,7 +11,7 @@ from lsgd.protocol.messages import Origin
 from lsgd.server.admission import origin_of
 from lsgd.server.course import Stretch
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Member, MemberState, by_place
+from lsgd.server.roster import Member, MemberState, by_place, model_of
 from lsgd.server.state import RunState
 
 RETURN_LEASES = 2
@@ -36,6 +36,13 @@ class Lost:
     """Nobody has the run's model, and there is no checkpoint; ``fails``: the run waits no longer for somebody."""
 
     fails: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Members in a call are paused, because models will be identical: a round could take in nothing of theirs."""
+
+    callers: Sequence[Member]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,7 @@ class Train:
     tokens: float
 
 
-Step = Wait | GoBack | Lost | EndRun | Close | Final | Serve | Train
+Step = Wait | GoBack | Lost | Pause | EndRun | Close | Final | Serve | Train
 
 
 def choose(state: RunState) -> Step:
@@ -121,8 +128,10 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
     stretch = state.course.following(state.now, count, given, len(members), progress, _rate_of(members))
     schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
+        if callers := [m for m in members if m.call]:
+            return Pause(callers)
         leaving, members = [m for m in members if m.last], [m for m in members if not m.last]
-        if any(m.synced for m in leaving) and not any(m.synced for m in members):
+        if model_of(leaving) > model_of(members):
             return EndRun(Why.HOLDERS_LEAVE(count=count), stretch)
     left = min(state.limit, state.course.ends[stretch.number]) - given
     if left < len(members):
@@ -131,7 +140,7 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
         if any(m.synced and m.rank >= 0 and not m.last for m in members):
             return Serve(stretch, leaving, left)
         # No member has the run's model (a checkpoint may): as many members as there are iterations take part.
-        members = sorted(sorted(members, key=lambda m: (not m.synced, m.place))[: int(left)], key=by_place)
+        members = sorted(sorted(members, key=lambda m: (-model_of([m]), m.place))[: int(left)], key=by_place)
     training = sum(not m.lacking for m in members)
     return Train(stretch, leaving, members, max(len(members), min(schedule.period * training, left)))
 
@@ -143,15 +152,9 @@ def _awaits_model(state: RunState, members: Sequence[Member]) -> Step | None:
     and so is a checkpoint. With nothing to continue from, the run ends.
     """
     away = [] if _overdue(state) else state.roster.away()
-    if any(m.synced for m in members):
-        return None
-    if any(m.synced for m in away):
+    if model_of(away) > model_of(members):
         return Wait()
-    if any(m.has_learned for m in members):
-        return None
-    if any(m.has_learned for m in away):
-        return Wait()
-    if not state.ledger.count:
+    if model_of(members) or not state.ledger.count:
         return None
     run, origin = state.plan.run, _origin(members)
     if origin.iterations or run.restart_from_scratch:

@@ -428,6 +428,11 @@ by_place = attrgetter("place")
 """Sort key: the order of ranks."""
 
 
+def model_of(members: Iterable[Member]) -> int:
+    """Return the best model that one of ``members`` has: 2: the run's, 1: an older one, 0: none."""
+    return max((2 if m.synced else int(m.has_learned) for m in members), default=0)
+
+
 def elect(members: list[Member], rule: str, lot: str) -> Member:
     """Return the member that a rule of :mod:`lsgd.election` prefers; ties go to the first in rank order.
 

@@ -14,7 +14,7 @@ from lsgd.server.books import election, line, roles
 from lsgd.server.course import Stretch
 from lsgd.server.endings import call_back, close, fail, stop
 from lsgd.server.reasons import Why, number_of
-from lsgd.server.roster import Member, MemberState, NodeQueue, named
+from lsgd.server.roster import Member, MemberState, NodeQueue, model_of, named
 from lsgd.server.state import RunState
 
 
@@ -70,6 +70,10 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
             _lose_model(state, fails=fails)
         case next_step.GoBack():
             _go_back(state, step)
+            _carry_out(state, next_step.choose(state))
+        case next_step.Pause(callers):
+            for member in callers:
+                meeting.pause(state, member)
             _carry_out(state, next_step.choose(state))
         case next_step.EndRun(reason, None):
             stop(state, reason)
@@ -144,7 +148,7 @@ def _let_back(state: RunState) -> None:
     """
     cut = state.roster.within(MemberState.CUT)
     left = state.roster.within(MemberState.HELD, MemberState.BUSY, MemberState.STRAGGLER, MemberState.PAUSED)
-    if not left or _model_of(cut) > _model_of(left):
+    if not left or model_of(cut) > model_of(left):
         state.links.relent(state.now)
     for member in cut:
         if not state.links.bars(member.worker, state.now):
@@ -158,7 +162,7 @@ def _call_back(state: RunState) -> None:
     finished = state.roster.within(MemberState.FINISHED)
     if finished:
         others = (m for m in state.roster.members.values() if m.state not in (MemberState.FINISHED, MemberState.ENDED))
-        if _model_of(finished) > _model_of(others):
+        if model_of(finished) > model_of(others):
             call_back(state)
 
 
@@ -276,8 +280,3 @@ def _lose_model(state: RunState, *, fails: bool) -> None:
         state.note(reason)
     if fails:
         fail(state, reason)
-
-
-def _model_of(members: Iterable[Member]) -> tuple[bool, bool]:
-    """Return whether one of ``members`` has the run's model, and whether one has an older one; for comparisons."""
-    return max(((m.synced, m.has_learned) for m in members), default=(False, False))

@@ -73,7 +73,8 @@ class RunState:
         over: whether the run waits for nobody any more.
         changes: number of changes that the journal must have before the answers leave.
         began_at: time at which this server began, or thawed.
-        moved_at: time at which a member last asked, completed a round, or said that a transfer in its round goes on.
+        moved_at: time at which a member last asked (ahead: and was granted iterations), completed a round, or said that
+            a transfer in its round goes on.
         final_due_at: time from which the last round waits for members that are away; infinite: it does not.
         lost_at: time at which the run's model was found to be lost, checkpoints included; 0: never.
         events: number of times that this server has noted each, by its code.

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
 from lsgd.plan.plan import Phase as PlanPhase
@@ -127,15 +129,16 @@ def test_who_left_by_itself_does_not_come_back() -> None:
     assert isinstance(bench.only("00"), Evicted)
 
 
-def test_an_evicted_holder_comes_back_to_a_server_that_was_started_again() -> None:
+@pytest.mark.parametrize("same", [False, True])
+def test_an_evicted_holder_comes_back_to_a_server_that_was_started_again(same: bool) -> None:
     bench = trained("00")
     bench.tick(1)
     back = fall_silent(bench, "00")
     bench.tick(61)
     bench.coordinator = Coordinator(restore(capture(bench.state, bench.now), bench.now))
     bench.incarnations |= back
-    bench.ask("00")
-    assert bench.round("00").count == 2
+    bench.ask("00", same=same)
+    assert bench.round("00").count == 2 - same
 
 
 def test_newcomers_alone_go_back_to_the_checkpoint_of_the_most_iterations() -> None:
@@ -204,6 +207,19 @@ def test_an_older_model_of_the_run_is_better_than_none() -> None:
     bench.ask("01", did=False)
     round = bench.round("01", "10")
     assert (round.source, round.new, round.count) == (0, (1,), 3)
+
+
+def test_who_has_an_older_model_makes_the_last_iteration_and_no_newcomer() -> None:
+    bench = started("01", "10", **TIMES, period=1, local_period=1, iterations=4)
+    bench.pause("10")
+    bench.ask("01")
+    bench.complete_all("01")
+    bench.join("00")
+    bench.ask("00")
+    bench.leave("01", did=True)
+    assert bench.ledger.count == 3 and bench.member("00").held
+    bench.ask("10", did=False)
+    bench.round("10")
 
 
 def test_a_stop_waits_for_the_model_and_then_fails_the_run() -> None:

@@ -149,6 +149,30 @@ def test_a_stop_and_the_end_of_a_node_ask_for_what_was_granted_ahead() -> None:
     assert bench.round_of("10").final and bench.ledger.count == 3
 
 
+def test_who_trains_and_asks_ahead_is_no_straggler_while_another_waits() -> None:
+    bench = started("00", "01", period=100, local_period=100, patience_s=30.0)
+    bench.ask("00", last=True)
+    assert bench.ask_ahead("01") is not None
+    for _ in range(5):
+        bench.tick(20.0)
+        assert bench.ask_ahead("01", did=1) is not None
+    assert bench.member("01").state is MemberState.BUSY and bench.member("00").held
+    bench.tick(30.0)
+    assert bench.member("01").state is MemberState.STRAGGLER
+
+
+def test_asking_ahead_for_what_is_not_left_does_not_make_others_wait_longer() -> None:
+    bench = started("00", "01", period=2, local_period=2, patience_s=30.0)
+    assert bench.ask_ahead("01") is not None
+    bench.ask("00")
+    bench.ask("00")
+    assert bench.member("00").held
+    bench.tick(20.0)
+    assert bench.ask_ahead("01", did=1) is None
+    bench.tick(10.0)
+    assert bench.member("01").state is MemberState.STRAGGLER
+
+
 def test_who_is_evicted_has_what_it_was_granted_ahead_set_aside() -> None:
     bench = started("00", "01", period=3, local_period=3, iterations=8, patience_s=30.0)
     assert bench.ask_ahead("01") is not None

@@ -8,8 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lsgd.algorithms.allreduce import AllReduceSettings
+from lsgd.algorithms.local import LocalSettings
+from lsgd.plan.plan import Phase as PlanPhase
+from lsgd.plan.plan import Plan
+from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Evicted, Met, Request, StopRun, Waiting
 from lsgd.server.journal import capture, restore
+from lsgd.server.roster import MemberState
 
 from ..search import examples
 from .helpers import Bench, make_plan, started
@@ -158,6 +164,53 @@ def test_a_caller_takes_part_in_rounds_until_all_have_come() -> None:
     assert bench.member("00").held
     meet(bench, "01", v=3.0)
     assert bench.only("00") == bench.only("01") == Met(1, {"v": 2.0}, 2)
+
+
+def before_gradients(*places: str) -> Bench:
+    """Return a run whose first worker waits in a call, and whose next phase exchanges gradients."""
+    phases = (PlanPhase(LocalSettings(period=1), 2 * len(places)), PlanPhase(AllReduceSettings()))
+    bench = started(*places, plan=Plan(RunSettings(workers=len(places)), phases))
+    bench.ask_all(*places)
+    bench.complete_all(*places)
+    meet(bench, places[0], v=1.0)
+    return bench
+
+
+def test_who_waits_in_a_call_stays_in_the_run_when_a_phase_of_gradients_begins() -> None:
+    bench = before_gradients("00", "01")
+    bench.ask("01")
+    assert bench.state.course.algorithm.name == "allreduce"
+    assert bench.round("01").generation.members == ("node0/worker1",)
+    assert bench.member("00").state is MemberState.PAUSED
+    bench.complete_all("01")
+    meet(bench, "01", v=3.0)
+    assert bench.only("00") == bench.only("01") == Met(1, {"v": 2.0}, 2)
+
+
+def test_who_has_the_model_alone_and_waits_in_a_call_stays_when_a_phase_of_gradients_begins() -> None:
+    bench = before_gradients("00", "01")
+    bench.join("02")
+    bench.leave("01", did=True)
+    bench.ask("02")
+    assert bench.member("00").state is MemberState.PAUSED and bench.member("02").held
+    bench.tick()
+    assert bench.only("00") == Met(1, {"v": 1.0}, 1), "the newcomer needs its model first"
+    bench.ask("00", did=False)
+    assert bench.round("00", "02").new == (1,)
+
+
+def test_a_newcomer_that_needs_the_model_of_a_caller_is_not_waited_for() -> None:
+    bench = started("00", "01", "02", algorithm=AllReduceSettings())
+    for place in ("01", "02"):
+        bench.leave(place, failed=True)
+        bench.join(place, incarnation=2)
+    bench.ask("01")
+    meet(bench, "00", v=1.0)
+    assert bench.member("01").held and not bench.got, "another one may have the model"
+    bench.ask("02")
+    assert bench.got == {"00": [Met(1, {"v": 1.0}, 1)]}
+    bench.ask("00", did=False)
+    assert bench.round("00", "01", "02").new == (1, 2)
 
 
 @examples(15)

@@ -176,6 +176,17 @@ def test_a_node_that_leaves_and_the_same_data_are_remembered() -> None:
     assert isinstance(refused, Refused) and refused.reason.code == "same_batches"
 
 
+def test_a_stop_that_was_lost_with_the_server_is_given_again() -> None:
+    bench = started("00", "10", period=1, local_period=1)
+    bench.complete_all("00", "10")
+    bench.say(NodeLeave(1, 5, "node1 is to end"))
+    stop = bench.ask("10")["10"]
+    assert bench.member("10").state is MemberState.ENDED
+    reborn(bench)
+    assert bench.ask("10", same=True)["10"] == stop == [Stop(2, None, "node1 is to end")]
+    assert bench.member("10").state is MemberState.ENDED
+
+
 def test_a_stop_the_last_round_and_the_end_go_on() -> None:
     bench = started("00", "01")
     bench.complete_all("00", "01")

@@ -78,6 +78,19 @@ def test_one_who_has_finished_gives_the_run_s_model_to_a_worker_that_comes_back_
     assert bench.round_of("00") is order and order.new == (1,)
 
 
+def test_the_run_ends_with_the_model_of_one_who_has_finished_if_nobody_else_has_one() -> None:
+    bench = started("00", "01", algorithm=AllReduceSettings())
+    bench.ask("00", finished=True, steps=STEPS)
+    train(bench, "01", 3)
+    assert not bench.member("00").synced and bench.member("00").has_learned
+    bench.leave("01", failed=True)
+    bench.join("01", incarnation=2)
+    bench.ask("01", steps=STEPS)
+    final = bench.round("00", "01")
+    assert bench.state.stopping.code == "holders_leave"
+    assert final.final and (final.source, final.new) == (0, (1,))
+
+
 def test_progress_is_the_mean_place_in_the_loops() -> None:
     bench = started("00", "01")
     assert bench.state.progress(bench.now) == 0.0
@@ -185,6 +198,18 @@ def test_a_round_in_which_bytes_move_does_not_end_the_run_of_those_that_have_fin
     assert bench.state.stopping.code == "stalled"
 
 
+def test_who_trains_on_and_asks_ahead_does_not_end_the_run_of_those_that_have_finished() -> None:
+    bench = started("00", "01", patience_s=5.0, period=100, local_period=100)
+    finish(bench, "00", "01")
+    assert bench.ask_ahead("01") is not None
+    for _ in range(10):
+        bench.tick(10.0)
+        assert bench.ask_ahead("01", did=1) is not None
+    assert bench.state.stage == "running" and bench.member("00").state is MemberState.FINISHED
+    bench.tick(51.0)
+    assert bench.state.stopping.code == "stalled"
+
+
 @pytest.mark.parametrize("ends", ["the operator", "its node"])
 def test_a_finished_worker_hears_of_any_other_end(ends) -> None:
     bench = started("00", "01")
@@ -215,6 +240,14 @@ def test_a_restarted_server_knows_who_has_finished() -> None:
     bench.ask("00", same=True, did=False, finished=True, steps=STEPS)
     assert isinstance(bench.only("00"), Waiting)
     bench.ask("01", last=True, steps=STEPS)
+    assert bench.round_of("00").final
+
+
+def test_a_restarted_server_gives_one_who_has_finished_no_iterations() -> None:
+    bench = started("00", "01")
+    finish(bench, "00", "01")
+    bench.coordinator.state = restore(capture(bench.state, bench.now), bench.now)
+    bench.leave("01")
     assert bench.round_of("00").final
 
 
