@@ -157,8 +157,8 @@ def test_all_members_find_the_same_broken_pairs(switchboard) -> None:
         port = closed.getsockname()[1]
     join = members[0].join
     store = ServerStore(members[0].channel, join.worker, join.incarnation, 1, 2.0)
-    store.set("endpoint/0", json.dumps(["127.0.0.1", port, "00" * 16]))
-    store.set("missed/0", "[[], false]")
+    store.set("endpoint/node0/worker0", json.dumps(["127.0.0.1", port, "00" * 16]))
+    store.set("missed/node0/worker0", "[[], false]")
     errors = together(lambda rank: probe(generation(1, 1, 1, transport="nccl"), members[rank]), (1, 2))
     assert [type(error) for error in errors] == [BrokenLinksError] * 2
     assert [error.broken for error in errors] == [(0, 1, 0, 2)] * 2
@@ -173,7 +173,7 @@ def test_of_one_that_dies_in_the_probe_nothing_is_said(switchboard) -> None:
         port = closed.getsockname()[1]
     join = members[0].join
     store = ServerStore(members[0].channel, join.worker, join.incarnation, 1, 2.0)
-    store.set("endpoint/0", json.dumps(["127.0.0.1", port, "00" * 16]))
+    store.set("endpoint/node0/worker0", json.dumps(["127.0.0.1", port, "00" * 16]))
     assert together(lambda rank: probe(generation(1, 1, 1, transport="nccl"), members[rank]), (1, 2)) == [()] * 2
 
 

@@ -43,7 +43,7 @@ def is_closed(connection: socket.socket) -> bool:
 def test_strangers_are_refused_and_the_members_go_on(caplog) -> None:
     (first, second), store = members(2, [CERTIFICATE] * 2)
     first._mesh.from_(1)  # it listens
-    endpoint = Endpoint.of(store.get("tcp/0"))
+    endpoint = Endpoint.of(store.get("tcp/node0/worker0"))
     other = context_of(run_certificate(b"x" * 32, "run"), answers=False)
     nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
@@ -76,7 +76,7 @@ def test_one_that_speaks_slowly_has_no_more_time_than_others(certificate, caplog
     monkeypatch.setattr(mesh, "HELLO_WITHIN_S", 0.3)
     groups, store = members(2, [certificate] * 2)
     groups[0]._mesh.from_(1)
-    endpoint = Endpoint.of(store.get("tcp/0"))
+    endpoint = Endpoint.of(store.get("tcp/node0/worker0"))
     outgoing = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
         context_of(CERTIFICATE, answers=False).wrap_bio(ssl.MemoryBIO(), outgoing).do_handshake()

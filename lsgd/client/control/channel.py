@@ -64,9 +64,9 @@ class Expected:
 
 @dataclass(eq=False)
 class _Question:
-    """A message that is sent every second until its answer comes; its fields are those of :meth:`Channel.ask`."""
+    """Messages that are sent every second until an answer comes; the fields are those of :meth:`Channel.ask`."""
 
-    frame: bytes
+    frames: Sequence[bytes]
     what: str
     timeout_s: float | None
     silence_s: float | None
@@ -204,6 +204,7 @@ class Channel:
         timeout_s: float | None = None,
         silence_s: float | None = None,
         generation: int | None = None,
+        before: Sequence[Message] = (),
     ) -> Any:
         """Send ``message`` every second until its answer arrives, and return the answer.
 
@@ -215,6 +216,7 @@ class Channel:
             silence_s: longest wait while they say nothing, or only that the global one is away; None: the channel's
                 two limits.
             generation: give up when this generation is over.
+            before: sent before ``message`` each time.
 
         Raises:
             JoinError: the servers refuse this worker; EvictedError: it is no longer in the run; RunOverError: it
@@ -224,7 +226,8 @@ class Channel:
         """
         expected = answer if isinstance(answer, Expected) else self.expect(answer)
         now = self._clock.now()
-        question = _Question(encode(message), what, timeout_s, silence_s, generation, now, said_at=now)
+        frames = [encode(each) for each in (*before, message)]
+        question = _Question(frames, what, timeout_s, silence_s, generation, now, said_at=now)
         with self._changed:
             self._heard_at = max(self._heard_at, now)
             self._global_heard_at = max(self._global_heard_at, now)
@@ -245,7 +248,8 @@ class Channel:
         """Send a question again, and say what it waits for, when that is due."""
         now = self._clock.now()
         if now - question.sent_at >= RESEND_S:
-            self.put(question.frame)
+            for frame in question.frames:
+                self.put(frame)
             question.sent_at = now
         if now - question.said_at >= SAY_EVERY_S:
             logger.warning("%s for %.0f s: %s", question.what, now - question.asked_at, self._awaited(now))

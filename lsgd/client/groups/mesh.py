@@ -139,7 +139,7 @@ class Mesh:
 
     def _endpoint_of(self, rank: int) -> Endpoint:
         if rank not in self._endpoints:
-            self._endpoints[rank] = Endpoint.of(self.store.get(f"tcp/{rank}"))
+            self._endpoints[rank] = Endpoint.of(self.store.get(f"tcp/{self.names[rank]}"))
         return self._endpoints[rank]
 
     def _stream(self, source: int, target: int) -> TensorStream:
@@ -159,7 +159,7 @@ class Mesh:
             raise ConnectionAbortedError("the group was closed")
         if self._service is None:
             self._service = Service(self.address, self._welcome)
-            self.store.set(f"tcp/{self.me}", self._service.endpoint.published())
+            self.store.set(f"tcp/{self.names[self.me]}", self._service.endpoint.published())
         return self._service
 
     def _known(self, pair: Pair) -> TensorStream:

@@ -68,20 +68,22 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
     who = (channel, *membership.who, generation.number)
     store = ServerStore(*who, timeout_s)
     with listening(join.address) as (listener, endpoint):
-        store.set(f"endpoint/{me}", endpoint.published())
-        endpoints = [endpoint if rank == me else Endpoint.of(store.get(f"endpoint/{rank}")) for rank in range(size)]
+        store.set(f"endpoint/{join.worker}", endpoint.published())
+        endpoints = [
+            endpoint if rank == me else Endpoint.of(store.get(f"endpoint/{names[rank]}")) for rank in range(size)
+        ]
         # Only an island's head probes, and does not tell the other processes: so theirs must dial both ways.
         one_way = generation.transport == "tcp" and membership.island.shards == 1
         others = [rank for rank in range(size) if rank != me]
         over = partial(channel.generation_over, generation.number)
         made = Calls(listener, me, endpoints, membership.relay[0] if one_way else "")
         row = Row(made.make(others, others, within_s, over), made.reaches_relay)
-    store.set(f"missed/{me}", json.dumps(row))
+    store.set(f"missed/{join.worker}", json.dumps(row))
     rows = {me: row}
     deadline = time.monotonic() + within_s + ROWS_WITHIN_S
     for rank in set(range(size)) - {me}:
         try:
-            published = ServerStore(*who, max(0.1, deadline - time.monotonic())).get(f"missed/{rank}")
+            published = ServerStore(*who, max(0.1, deadline - time.monotonic())).get(f"missed/{names[rank]}")
         except ExchangeError:
             if channel.generation_over(generation.number):
                 raise

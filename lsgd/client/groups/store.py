@@ -1,18 +1,14 @@
 """The key-value store through which the members of a generation find each other, in the global server."""
 
 import datetime
-import time
+import math
 
 from torch._C._distributed_c10d import Store as Store  # for other modules, too
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
 from lsgd.client.control.channel import Channel, Expected
 from lsgd.client.control.joining import Membership
-from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation, Get, Published, Put
-
-REPUBLISH_S = 3.0
-"""How often a waiting member publishes its own values again, in seconds."""
 
 _ENDED = object()
 
@@ -52,23 +48,19 @@ class ServerStore(Store):
         self._channel.send(Put(*self._identity, key, data))
 
     def get(self, key: str) -> bytes:
-        """Wait for the value of ``key``, and return it."""
+        """Wait for the value of ``key``, and return it.
+
+        This member's own values are published again meanwhile: a restarted server has lost them.
+
+        Raises:
+            ExchangeError: the generation is over, or nobody has published it in time.
+        """
         key = self._prefix + key
         if (known := self._own.get(key, self._read.get(key))) is not None:
             return known
-        deadline = time.monotonic() + self._timeout_s
-        while True:
-            for own, data in self._own.items():  # a restarted server has lost them
-                self._channel.send(Put(*self._identity, own, data))
-            left_s = deadline - time.monotonic()
-            try:
-                return self._read.setdefault(key, self._ask(key, min(REPUBLISH_S, left_s)))
-            except ExchangeError:
-                if left_s > REPUBLISH_S and not self._channel.generation_over(self._generation):
-                    continue
-                raise
+        return self._read.setdefault(key, self._ask(key))
 
-    def _ask(self, key: str, timeout_s: float) -> bytes:
+    def _ask(self, key: str) -> bytes:
         expected = self._channel.expect(
             lambda m: isinstance(m, Published) and m.generation == self._generation and m.key == key
         )
@@ -79,9 +71,11 @@ class ServerStore(Store):
             answer = self._channel.ask(
                 Get(*self._identity, key),
                 expected,
-                what="waiting for a member's address",
-                timeout_s=timeout_s,
+                what=f"waiting for a member's address ({key})",
+                timeout_s=self._timeout_s,
+                silence_s=math.inf,
                 generation=self._generation,
+                before=[Put(*self._identity, own, data) for own, data in tuple(self._own.items())],
             )
         finally:
             self._awaited.discard(expected)
