@@ -54,8 +54,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: Signals) -> int:
-    """Wait for all processes; return the status of the first that fails, or 0."""
-    failed = 0
+    """Wait for all processes; return the status of the first that fails, or 0.
+
+    If one is killed, the others may notice and end as evicted before its status is known: its own counts.
+    """
+    failed, ended = 0, set[subprocess.Popen[bytes]]()
     deadline_s = float("inf")
     while running := [process for process in processes if process.poll() is None]:
         if not failed and (failed := next((p.returncode for p in processes if p.returncode), 0)):
@@ -64,6 +67,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: Signals) -> int
             deadline_s = time.monotonic() + (OTHERS_WITHIN_S if saves else 0.0)
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
+            ended |= {*running}
             for process in running:
                 with suppress(ProcessLookupError):
                     process.kill()
@@ -73,7 +77,9 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], signals: Signals) -> int
         received, signals.received = signals.received, []
         if set(received) - {"SIGCHLD"}:
             deadline_s = float("inf")  # the launcher ends the whole group, in its own time
-    return failed or next((p.returncode for p in processes if p.returncode), 0)
+    statuses = [p.returncode for p in processes if p not in ended or p.returncode != -signal.SIGKILL]
+    failed = failed or next(filter(None, statuses), 0)
+    return next((s for s in statuses if s < 0), failed) if failed == EvictedError.exit_code else failed
 
 
 if __name__ == "__main__":

@@ -219,7 +219,9 @@ class Node:
                 self._start(dead.command, dead.number)
             except OSError as error:
                 self._say(f"{name} cannot be restarted: {error.strerror}")
-                if not self._schedule_restart(dead):
+                if dead.role.auxiliary:
+                    self._lose(dead)
+                elif not self._schedule_restart(dead):
                     self._fail(dead)
                 continue
             self._children.remove(dead)

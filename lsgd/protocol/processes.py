@@ -43,7 +43,7 @@ class Processes:
             return
         try:
             descriptor = os.pidfd_open(pid)
-        except OSError:
+        except (OSError, OverflowError):  # messages may have any number
             return
         self._descriptors[name] = descriptor
         self._selector.register(descriptor, selectors.EVENT_READ, name)

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from lsgd.errors import ConfigError
 
-SOCKET_NAME = "local"
-"""Name of the local server's socket in the folder."""
+SOCKET_NAME, ISLAND_NAME = "local", "island"
+"""Names of sockets in the folder: the local server's, and that of an island's head."""
 
-_MAX_SOCKET_PATH_NBYTES = 107
+MAX_SOCKET_PATH_NBYTES = 107
+"""The longest path of a socket, on Linux."""
+
 _PREFIX = "lsgd."
 
 
@@ -28,7 +30,7 @@ def socket_folder(name: str = "") -> Path:
         ConfigError: the folder cannot be created, or is another user's.
     """
     base = tempfile.gettempdir()
-    if len(os.fsencode(f"{base}/{_PREFIX}12345678/{SOCKET_NAME}")) > _MAX_SOCKET_PATH_NBYTES:
+    if len(os.fsencode(f"{base}/{_PREFIX}12345678/{ISLAND_NAME}")) > MAX_SOCKET_PATH_NBYTES:
         base = "/tmp"
     _sweep(Path(base))
     try:

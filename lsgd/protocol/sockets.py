@@ -27,6 +27,7 @@ from lsgd.errors import ConfigError
 from lsgd.protocol.frames import Inbox, pack, unpack
 from lsgd.protocol.gate import Gate, Monitor, max_strangers, property_of
 from lsgd.protocol.messages import MAX_NBYTES
+from lsgd.protocol.socket_folder import MAX_SOCKET_PATH_NBYTES
 
 if TYPE_CHECKING:
     from _typeshed import HasFileno
@@ -426,8 +427,11 @@ def _connections(count: int) -> str:
 
 def _claim_path(path: Path) -> None:
     """Create the folder of a socket, and remove a socket that nobody listens on; refuse one that is in use."""
-    if len(str(path)) > 100:
-        raise ConfigError(f"the socket path {path} is longer than the system allows (100 bytes); choose a shorter one")
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_NBYTES:
+        raise ConfigError(
+            f"the socket path {path} is longer than the system allows ({MAX_SOCKET_PATH_NBYTES} bytes); choose a "
+            f"shorter one"
+        )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

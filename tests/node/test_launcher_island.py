@@ -4,10 +4,14 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 
 from lsgd.errors import EvictedError
+from lsgd.node import island
+from lsgd.protocol.sockets import Wakeup
 
 
 def run(script: str, devices: str = "cpu,cpu") -> subprocess.CompletedProcess[str]:
@@ -33,6 +37,37 @@ def test_one_that_dies_takes_the_others_with_it(end, status) -> None:
     began = time.monotonic()
     assert run(f"[ $RANK = 1 ] && {end}; exec sleep 60").returncode == status
     assert time.monotonic() - began < 30.0
+
+
+class Process:
+    """A process that has ended, or ends when it is killed."""
+
+    def __init__(self, status: int | None, wakeup: Wakeup) -> None:
+        self.returncode, self._wakeup = status, wakeup
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def kill(self) -> None:
+        self.returncode = -signal.SIGKILL
+        self._wakeup.set()
+
+
+@pytest.mark.parametrize(
+    ("statuses", "expected"),
+    [
+        ([76, -signal.SIGKILL], -signal.SIGKILL),
+        ([76, -signal.SIGSEGV, None], -signal.SIGSEGV),
+        ([76, None], 76),
+        ([76, 0], 76),
+        ([3, -signal.SIGSEGV], 3),
+        ([0, 0], 0),
+    ],
+)
+def test_the_status_of_one_that_was_killed_counts_more_than_that_of_others_it_has_evicted(statuses, expected) -> None:
+    with closing(Wakeup()) as wakeup:
+        processes = [Process(status, wakeup) for status in statuses]
+        assert island._wait(processes, SimpleNamespace(wakeup=wakeup, received=[])) == expected
 
 
 def test_after_an_error_the_others_may_end_by_themselves() -> None:

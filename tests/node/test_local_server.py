@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from lsgd.node.elsewhere import Elsewhere
 from lsgd.node.local_server import LEAVE_WITHIN_S, SILENT_AFTER_S, LocalServer
 from lsgd.protocol.messages import (
     LOOP_ENDED,
+    PROTOCOL,
     GivenUp,
     Join,
     Leave,
@@ -30,10 +32,13 @@ from lsgd.protocol.messages import (
     Stop,
     StopRun,
     Term,
+    WorkerHello,
+    WorkerHelloReply,
     decode,
     encode,
 )
-from lsgd.protocol.socket_folder import socket_folder
+from lsgd.protocol.processes import pid_namespace
+from lsgd.protocol.socket_folder import ISLAND_NAME, SOCKET_NAME, socket_folder
 from lsgd.protocol.sockets import Connector, Listener, default_local_address
 from lsgd.server.daemon import TICK_S
 
@@ -99,6 +104,11 @@ def test_a_run_is_stopped_by_words_that_are_repeated_until_they_are_heard(betwee
     between.until(lambda: between.above.count(StopRun("Ctrl-C")) == 2, "it is said twice")
     between.say(Status("{}"))
     between.until(lambda: isinstance(between.above[-1], NodeHello), "it is said no more")
+
+
+def test_a_worker_with_a_number_that_no_process_has_is_answered(between) -> None:
+    between.worker.send([encode(WorkerHello(PROTOCOL, 7, 1 << 40, pid_namespace()))])
+    between.until(lambda: [m for m in between.below if isinstance(m, WorkerHelloReply)], "an answer comes")
 
 
 def test_a_node_whose_processes_do_not_join_says_so_every_minute(between) -> None:
@@ -225,6 +235,19 @@ class TestFolders:
             for process in processes:
                 process.stdout.close()  # type: ignore[union-attr]
                 process.stdin.close()  # type: ignore[union-attr]
+
+    @pytest.mark.parametrize("nbytes", [85, 86, 87, 200])
+    def test_every_socket_fits_into_it_however_long_the_name_of_the_temporary_folder(self, monkeypatch, nbytes) -> None:
+        with tempfile.TemporaryDirectory(dir="/tmp") as base:
+            long = Path(base, "x" * (nbytes - len(base) - 1))
+            long.mkdir()
+            monkeypatch.setattr(tempfile, "tempdir", str(long))
+            folder = socket_folder()
+            assert folder.is_relative_to(long) == (nbytes <= 86)
+            for name in (SOCKET_NAME, ISLAND_NAME):
+                with Listener(f"ipc://{folder / name}"):
+                    assert (folder / name).is_socket()
+            shutil.rmtree(folder)
 
     def test_a_folder_with_a_name_is_found_again(self) -> None:
         name = secrets.token_hex(4)

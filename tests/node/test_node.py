@@ -1,5 +1,6 @@
 """What a node does when its processes fail, die, refuse to end or are not needed, on a clock that the tests move."""
 
+import errno
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM
 from types import SimpleNamespace
@@ -338,6 +339,17 @@ class TestRelay:
         world = World({"server": server, "worker": after(9.0), "relay": killed(code=code, times=9)})
         assert world.finish() == 0
         assert "the run continues without it" in world.out and world.lives["relay"] == 1
+
+    def test_one_that_cannot_be_started_again_ends_nothing(self) -> None:
+        def relays(process):
+            if process.lives > 1:
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            return killed()(process)
+
+        world = World({"server": server, "worker": after(99.0), "relay": relays}, restarts=2)
+        assert world.finish() == 0
+        assert world.out.count("relay cannot be restarted: Cannot allocate memory") == 2
+        assert "the run continues without it" in world.out
 
 
 def test_a_worker_that_is_started_again_goes_on_from_its_checkpoint(tmp_path: Path, capfd) -> None:

@@ -36,7 +36,7 @@ from lsgd.client.control.closing import on_error
 from lsgd.client.control.replicas import bare, ddp_of, fingerprints
 from lsgd.errors import ConfigError, ExchangeError, IslandError, LsgdError
 from lsgd.protocol.messages import Get, Put
-from lsgd.protocol.socket_folder import socket_folder
+from lsgd.protocol.socket_folder import ISLAND_NAME, socket_folder
 from lsgd.shards import mesh_of
 
 logger = logging.getLogger("lsgd")
@@ -533,7 +533,7 @@ def _check_equal(island: Island, model: nn.Module) -> None:
 def _connect(group: dist.ProcessGroup, rank: int, size: int) -> list[tuple[int, Connection]]:
     """Return connections with their ranks, in order: the head's to all others, and another process's to the head."""
     folder = socket_folder() if rank == 0 else Path()
-    place = [(socket.gethostname(), str(folder / "island"))]
+    place = [(socket.gethostname(), str(folder / ISLAND_NAME))]
     try:
         with socket.socket(socket.AF_UNIX) as listener:
             if rank == 0:
