@@ -1,4 +1,4 @@
-"""Members of a mesh as threads of one process, a store that they share, and a network between them that is cut."""
+"""Members of a mesh as threads of one process, with a store, a network that is cut, and a clock that the tests move."""
 
 import socket
 import struct
@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from lsgd.client.groups import staging
+import pytest
+
+from lsgd.client.groups import mesh, staging, stream
 from lsgd.client.groups.base import Members
 from lsgd.client.groups.mesh import Mesh
 from lsgd.client.groups.reach import Endpoint
@@ -169,3 +171,22 @@ class Network:
             for end in (source, target):
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
+
+
+class Clock:
+    """Stands in place of the module ``time``: its time passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    made = Clock()
+    for module in (stream, mesh):
+        monkeypatch.setattr(module, "time", made)
+    monkeypatch.setattr(stream, "TURN_S", 0.0005)  # of real time: less than a piece of a tensor takes
+    return made
