@@ -149,8 +149,10 @@ def _fail(state: RunState, opened: OpenRound, reason: Reason) -> None:
     state.note(Why.ROUND_FAILS(id=opened.round.id, reason=reason))
     state.ledger.withdraw()
     end_generation(state, reason)
-    if state.book.hopeless:
-        stop(state, Why.ROUNDS_FAIL(failures=state.book.failures, reason=reason))
+    if state.book.hopeless and not state.closed:
+        in_vain = Why.ROUNDS_FAIL(failures=state.book.failures, reason=reason)
+        stop(state, in_vain)
+        state.stopping = in_vain  # it may have stopped already, and this was the last round
 
 
 def end_generation(state: RunState, reason: Reason) -> None:

@@ -125,7 +125,8 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
     """Return the next step of a run that continues after ``given`` iterations, granted ones included."""
     count = state.ledger.count
     progress = state.progress(state.now) if state.has_end else None
-    stretch = state.course.following(state.now, count, given, len(members), progress, _rate_of(members))
+    steps = state.steps(len(members))
+    stretch = state.course.following(state.now, count, given, len(members), steps, progress, _rate_of(members))
     schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
         if callers := [m for m in members if m.call]:

@@ -13,7 +13,7 @@ from lsgd.algorithms.local import LocalSettings
 from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.messages import Evicted, Met, Request, StopRun, Waiting
+from lsgd.protocol.messages import Evicted, Met, NodeLeave, Request, Stop, StopRun, Waiting
 from lsgd.server.journal import capture, restore
 from lsgd.server.roster import MemberState
 
@@ -114,6 +114,14 @@ def test_when_the_run_stops_nobody_else_comes() -> None:
     meet(bench, "00", v=1.0)
     bench.say(StopRun("enough"))
     assert Met(1, {"v": 1.0}, 1) in bench.got["00"]
+
+
+def test_who_is_paused_in_a_call_hears_that_its_node_leaves() -> None:
+    bench = started("00", "10", algorithm=AllReduceSettings())
+    meet(bench, "10", v=1.0)
+    bench.say(NodeLeave(1, 5, "node1 is to end"))
+    assert bench.only("10") == Stop(2, None, "node1 is to end")
+    assert bench.member("10").state is MemberState.ENDED
 
 
 def test_different_calls_are_an_error_for_the_second() -> None:
