@@ -42,7 +42,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Listener, Poller
-from lsgd.server import daemon
+from lsgd.server import daemon, endings
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, MOVED, TICK_S, Ending, complain, say
@@ -350,6 +350,8 @@ class GlobalDaemon:
         state.book.elections.extend([*before.book.elections, *(one for one in rounds if one.round > last)])
         state.certificate, state.relay, state.relay_secret = before.certificate, before.relay, before.relay_secret
         state.announced, state.changes = before.announced, max(state.changes, before.changes) + 1
+        if before.stopping:  # who ordered that has heard that it is done
+            endings.stop(state, before.stopping)
         self._begun_from = version
         self.coordinator = Coordinator(state)
         self._state = state

@@ -299,6 +299,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "beaten": [[term.number, term.node] for term in state.beaten],
         "moved": state.moved,
         "skipped": book.skipped,
+        "known": book.known if state.moved else book.next_id - 1,
         "changes": state.changes,
     }
 
@@ -348,7 +349,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
             {digest: members[worker] for digest, worker in saved["digests"].items()},
         ),
         ledger=Ledger(saved["count"], saved["base"], saved["unheard"]),
-        book=RoundBook(saved["rounds"], saved["failures"], saved["final"], opened, saved["skipped"]),
+        book=RoundBook(saved["rounds"], saved["failures"], saved["final"], opened, saved["skipped"], saved["known"]),
         started_at=None if saved["elapsed_s"] is None else now - saved["elapsed_s"],
         ways=Ways(*saved["ways"]),
         first=saved["first"],

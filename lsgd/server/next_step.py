@@ -3,7 +3,6 @@
 It decides rules 3, 4, 10, 12, 13 and 16 at the top of :mod:`lsgd.server.coordinator`.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -189,7 +188,7 @@ def from_checkpoint(member: Member, origin: Origin) -> bool:
 
 def _overdue(state: RunState) -> bool:
     """Whether the last round has waited for ``patience_s``."""
-    return bool(state.stopping) and state.now >= state.final_due_at + (state.plan.run.patience_s or math.inf)
+    return bool(state.stopping) and state.now >= state.final_due_at + state.patience_s
 
 
 def _rate_of(members: Sequence[Member]) -> float | None:

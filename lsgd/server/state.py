@@ -97,7 +97,6 @@ class RunState:
     stopping: Reason = NO_REASON
     failed: Reason = NO_REASON
     closed_at: float = math.inf
-    plan_json: str = field(init=False)
     welcoming: bool = field(init=False)
     few_since: float = field(init=False)
     announced: dict[int, int] = field(default_factory=dict)
@@ -123,7 +122,6 @@ class RunState:
         self.course = Course(self.plan.phases)
         self.links = Links(self.plan.run.exchange_timeout_s)
         self.moved_at = self.few_since = self.began_at = self.now
-        self.plan_json = self.plan.to_json()
         self.welcoming = self.roster.generation is not None or self.suffices(len(self.roster.members))
 
     @property
@@ -149,6 +147,11 @@ class RunState:
         if any(here):
             return self.ledger.count
         return -1 if self.now - self.began_at < HERE_S else 0
+
+    @property
+    def patience_s(self) -> float:
+        """How long others wait for a worker, in seconds; infinite: for ever."""
+        return self.plan.run.patience_s or math.inf
 
     @property
     def limit(self) -> float:

@@ -1,5 +1,6 @@
 """Calls that all workers make together: one answer for all, whoever dies in between."""
 
+import json
 import math
 from collections import defaultdict
 from fractions import Fraction
@@ -132,6 +133,11 @@ def test_different_calls_are_an_error_for_the_second() -> None:
     assert (
         isinstance(met, Met) and "node0/worker1 calls barrier(), and node0/worker0 waits in mean() of val" in met.error
     )
+    for _ in range(2):  # the answer was lost, and then the server
+        bench.ask("01", same=True, last=True, call=1)
+        assert bench.only("01") == met
+        bench.coordinator.state = restore(json.loads(json.dumps(capture(bench.state, bench.now))), bench.now)
+    bench.ask("00", same=True, last=True, call=1, numbers={"val": 1.0})
     meet(bench, "01", 2, val=3.0)
     assert bench.only("00") == Met(1, {"val": 2.0}, 2)
 
