@@ -1,7 +1,7 @@
 """The mean of numbers that others report: no number of theirs makes it fail."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 
 def mean_of(numbers: Collection[float]) -> float:
@@ -14,3 +14,9 @@ def mean_of(numbers: Collection[float]) -> float:
     except (ValueError, OverflowError):  # infinities of both signs, or a sum beyond the greatest float
         total = sum(numbers)
     return total / len(numbers)
+
+
+def mean_of_finite(numbers: Iterable[float | None]) -> float | None:
+    """Return the mean of the finite numbers; None: there are none, or their mean is not finite."""
+    finite = [number for number in numbers if number is not None and math.isfinite(number)]
+    return mean if finite and math.isfinite(mean := mean_of(finite)) else None

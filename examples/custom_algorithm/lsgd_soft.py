@@ -65,6 +65,7 @@ class Soft(Algorithm):
 
     def _move(self, parameters: Flat, broken: float, usable: float) -> None:
         """Move the model toward the mean, if there is one, or to it if the model is ``broken``."""
+        self.replaced = bool(broken)
         softness = 0.0 if broken else self.settings.softness
         for x, mean in zip(parameters, self._sums, strict=True) if usable else ():
             x.copy_(mean[:-1]) if softness == 0 else x.lerp_(mean[:-1], 1.0 - softness)

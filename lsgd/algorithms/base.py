@@ -74,7 +74,7 @@ class Algorithm:
     """Whether this member's model counts in the consensus at the end of the run."""
 
     replaced: bool = False
-    """Whether the last landing has replaced this member's model, because it was not finite by then."""
+    """Whether the last commit has replaced this member's model, because it was not finite; each commit says so anew."""
 
     transfer_s: float = 0.0
     """Seconds that the last exchange took, as far as training can hide it; work that is left to a GPU is not in it."""

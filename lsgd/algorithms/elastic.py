@@ -65,6 +65,7 @@ class ElasticSGD(Algorithm):
 
     def _attract(self, parameters: Flat, means: Flat, members: int, order: Round, broken: float) -> None:
         """Move each model toward the master, or to it if the model is ``broken``, and the master toward the mean."""
+        self.replaced = bool(broken)
         share = 1.0 if broken else self.settings.strength / members
         if broken:
             log.warning("round %d: this worker's model is not finite and is replaced by the master", order.id)

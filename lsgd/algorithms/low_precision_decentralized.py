@@ -109,19 +109,23 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         return Commit(partial(self._mix, parameters, *self._exchange(current, group, order), order), (~finite,))
 
     def _take(self, parameters: Flat, current: Flat, order: Round, broken: float) -> None:
-        if broken:
-            tell(order.id)
+        self._note(broken, order)
         for targets in (self.model, parameters):
             copy_all(targets, current)
 
     def _mix(self, parameters: Flat, sent: Flat, received: Mapping[int, Flat], order: Round, broken: float) -> None:
         """Apply the changes to the model and the neighbors' copies."""
-        if broken:
-            tell(order.id)
+        self._note(broken, order)
         self._apply(sent, self.model)
         for j, payloads in received.items():
             self._apply(payloads, self.copies[j])
         copy_all(parameters, self.model)
+
+    def _note(self, broken: float, order: Round) -> None:
+        """Note whether the model that entered the round was ``broken``, and say so."""
+        self.replaced = bool(broken)
+        if broken:
+            tell(order.id)
 
     def _mean(self, parameters: Flat, instead: Flat, finite: Tensor, group: Group) -> list[Tensor]:
         """Return the node's mean model (or this worker's model), and another ``instead`` if no model is finite."""

@@ -32,8 +32,9 @@ def log_command(connect: str, keys: ConnectorKeys | None, names: tuple[str, ...]
     out = out or click.get_current_context().meta.get(options.FOLDER)
     if out is None:
         raise click.UsageError("with --connect, say where to write the curves: --out FOLDER")
-    out.mkdir(parents=True, exist_ok=True)
-    click.echo(curves.write(connect, keys, out.absolute(), tuple(dict.fromkeys(names))))
+    names = tuple(dict.fromkeys(names))
+    count = curves.write(connect, keys, out.absolute(), names)
+    click.echo(f"{count} points written to {click.format_filename(out.absolute())} ({', '.join(names)})")
 
 
 @click.command("metrics", short_help="Serve the metrics of a running run to Prometheus.")
@@ -87,4 +88,4 @@ def report_command(folder: Path, output: Path | None) -> None:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise click.ClickException(f"{output} cannot be written: {error.strerror}; name another file with -o") from None
-    click.echo(f"{output}: {len(text) / 1e6:.1f} MB")
+    click.echo(f"{click.format_filename(output)}: {len(text) / 1e6:.1f} MB")

@@ -136,8 +136,10 @@ class ShardLoader(DataLoader[Any]):
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue from a :meth:`state_dict`."""
+        """Continue from a :meth:`state_dict`: with the rest of its epoch, or with the next one if there is none."""
         self.sampler.load_state_dict(state)
+        if not self.left:
+            self.sampler.load_state_dict({**state, "epoch": state["epoch"] + 1, "consumed": 0})
 
     def position(self) -> dict[str, Any]:
         """Return what a checkpoint holds: :meth:`state_dict`, and of which data and shard."""

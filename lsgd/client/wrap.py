@@ -8,6 +8,7 @@ average of weights). Forward passes without gradients are an evaluation.
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client import loader as loaders
 from lsgd.client.control.joining import unwrapped
-from lsgd.client.iteration.steps import WARN_AFTER_STEPS
+from lsgd.client.iteration.steps import WARN_AFTER_STEPS, closure_in, with_closure
 from lsgd.client.worker import Worker, check_steps
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.protocol.messages import LOOP_ENDED
@@ -90,6 +91,7 @@ class WrappedWorker(Worker):
     def batches(self, loader: Iterable[T]) -> loaders.Pass[T]:
         """Return :meth:`Worker.batches`, whose steps replace those of the hooks."""
         self.hooks.close()
+        self._checkpoints.forget_positions()
         return super().batches(loader)
 
     def at_exit(self, reason: str = LOOP_ENDED) -> None:
@@ -113,6 +115,10 @@ class WrappedWorker(Worker):
     def record(self, loss: Tensor) -> None:
         """Record a loss that the model has returned."""
         super().report(loss)
+
+    def note_batches(self) -> None:
+        """Count the batches that are drawn by now as trained on; checkpoints of the next round count no others."""
+        self._checkpoints.note_positions()
 
     def drop_gradients(self) -> None:
         """Drop the gradients, so that a step changes nothing."""
@@ -142,6 +148,7 @@ class _Hooks:
         self._inside = False  # an optimizer's step, which may evaluate a closure
         self._passes = 0  # forward passes since the optimizers stepped
         self._without = 0  # forward passes without gradients, one after the other
+        self._buffers: list[Tensor] = []  # copies of the model's before a forward pass after the end of the run
         self._said: set[str] = set()
         self._muted = ExitStack()
         removable: list[Any] = [
@@ -154,6 +161,7 @@ class _Hooks:
     def attach(self, worker: WrappedWorker) -> None:
         """Drive the worker's steps. Its own hooks on the optimizers run after those before a step, and before these."""
         self.worker = worker
+        worker.note_batches()
         self._removable += [o.register_step_post_hook(self._after_step) for o in self._optimizers]
 
     def close(self) -> None:
@@ -167,18 +175,23 @@ class _Hooks:
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         worker = self.worker
-        if worker is None or self._inside:
+        if worker is None:
             return
-        if not (model.training and torch.is_grad_enabled()):
+        trains = model.training and torch.is_grad_enabled()
+        if not self._inside and trains:
+            self._without = 0
+            self._next_step(worker)
+            worker.announce((args, kwargs))
+            self._passes += 1
+            self._mute(worker)
+        elif not self._inside:
             self._evaluate(worker)
-            return
-        self._without = 0
-        self._next_step(worker)
-        worker.announce((args, kwargs))
-        self._passes += 1
-        self._mute(worker)
+        self._buffers = [x.clone() for x in model.buffers()] if worker.stopped and trains else []
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        for x, kept in zip(model.buffers(), self._buffers, strict=False):  # the statistics of batch norm
+            x.data.copy_(kept)  # a change that the backward pass does not see
+        self._buffers = []
         if self.worker is not None and self.reports and model.training and torch.is_grad_enabled():
             if (loss := loss_in(output)) is not None:
                 self.worker.record(loss)
@@ -207,27 +220,32 @@ class _Hooks:
 
     # -- the optimizers' ---------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        worker, self._inside = self.worker, True
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        worker, closure, self._inside = self.worker, closure_in(args, kwargs), True
         if worker is None:
-            return
+            return None
         if not self._begun and not worker.stopped:  # the forward pass did not call the model
-            if worker.exchanges_gradients and not callable(kwargs.get("closure") or (*args, None)[1]):
+            if worker.exchanges_gradients and closure is None:
                 raise LsgdError(
                     f"{worker.name}: optimizer.step() without a forward pass of the wrapped model, in which "
                     f"{worker.algorithm.name} begins an iteration: call model(...), not model.forward(...) or a part "
                     f"of it, in training mode"
                 )
             self._next_step(worker)
-        if worker.stopped:
-            self._say_over(worker)
-            worker.drop_gradients()
+        if not worker.stopped:
+            return None
+        self._say_over(worker)
+        worker.drop_gradients()
+        return None if closure is None else with_closure(partial(_without_gradients, worker, closure), args, kwargs)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._inside = False
         self._stepped.add(optimizer)
         if self.worker is not None and len(self._stepped) == len(self._optimizers):
             self.worker.close_step()
+            self.worker.note_batches()
             self._stepped.clear()
             self._begun, self._made, self._passes = False, True, 0
 
@@ -265,6 +283,13 @@ class _Hooks:
                 "accumulate=N to lsgd.wrap (a GradScaler that skips steps needs nothing)",
                 worker.name,
             )
+
+
+def _without_gradients(worker: WrappedWorker, closure: Callable[[], T]) -> T:
+    """Return the loss that a closure computes, and drop its gradients."""
+    loss = closure()
+    worker.drop_gradients()
+    return loss
 
 
 def _eager(hook: Callable[..., None]) -> Callable[..., None]:

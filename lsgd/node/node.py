@@ -192,6 +192,8 @@ class Node:
             child.send(signal.SIGKILL)
             self._due.pop(child.name, None)
             self._children.remove(child)
+        if self._panel:  # it follows the server that was here
+            self._panel.end()
         self._serves_run = self._outlives = False
         self._deposed_at = math.inf
 

@@ -14,11 +14,10 @@ from lsgd.node.screen import Screen
 from lsgd.protocol.keys import OPERATOR, connector_keys
 from lsgd.watch.reader import Reader
 from lsgd.watch.terminal import duration
-from lsgd.watch.view import RunView, WorkerView
+from lsgd.watch.view import TAKES_PART, RunView, WorkerView
 
 EVERY_S = 0.5
 
-_TRAINS = ("live", "held")
 _UNREMARKABLE = ("busy", "nobody")  # reasons of a run that trains normally, which are not shown
 
 
@@ -32,9 +31,13 @@ class Panel(threading.Thread):
         self._insecure = insecure
         self._closing = threading.Event()
 
+    def end(self) -> None:
+        """Have the thread end and remove the lines, or leave the line that says why it ended earlier."""
+        self._closing.set()
+
     def close(self) -> None:
         """End the thread, and remove the lines."""
-        self._closing.set()
+        self.end()
         if self.is_alive():
             self.join(2 * EVERY_S)
         self._screen.panel([])
@@ -73,7 +76,7 @@ def frame(run: RunView, columns: int, rows: int) -> str:
     workers = list(run.workers.values())
     most = max(1, rows // 2 - 3)
     if len(workers) > most:  # workers with a problem first
-        workers.sort(key=lambda worker: worker.state in _TRAINS)
+        workers.sort(key=lambda worker: worker.state in TAKES_PART)
     width = max((len(worker.worker) for worker in workers[:most]), default=0)
     lines += [_worker(run, worker, width) for worker in workers[:most]]
     if len(workers) > most:
@@ -107,7 +110,7 @@ def _progress(run: RunView) -> Table:
 
 def _worker(run: RunView, worker: WorkerView, width: int) -> Text:
     """Return a worker's line, its name padded to ``width``."""
-    trains = worker.state in _TRAINS
+    trains = worker.state in TAKES_PART
     last = run.rounds.last
     line = Text(f"{worker.worker:{width}}  ")
     line.append(f"{'trains' if trains else worker.state:9}", "green" if trains else "yellow")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lsgd.election import usual_loss
-from lsgd.means import mean_of
+from lsgd.means import mean_of_finite
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Go, Round, Stop
@@ -335,11 +335,10 @@ def line(entry: RoundOrdered, *, final: bool) -> Reason:
     """Return the log line of a round, with its leader's training loss, or the mean of all if nobody leads."""
     where = f" of node{entry.node}" if entry.scope == "local" else " makes the consensus" if final else ""
     reported = [entry.losses[entry.worker]] if entry.worker else entry.losses.values()
-    known = [loss for loss in reported if loss is not None]
-    losses = [loss for loss in known if math.isfinite(loss)]
-    if not losses:
-        loss = "nobody has a finite loss" if known else "no loss yet"
+    mean = mean_of_finite(reported)
+    if mean is None:
+        loss = "no loss yet" if all(loss is None for loss in reported) else "no finite loss"
     else:
-        loss = f"{'' if entry.worker else 'mean training '}loss {mean_of(losses):.4g}"
+        loss = f"{'' if entry.worker else 'mean training '}loss {mean:.4g}"
     who = f"leader {entry.worker} ({loss})" if entry.worker else loss
     return Why.ROUND(scope=entry.scope, id=entry.round, where=where, who=who, count=entry.count)

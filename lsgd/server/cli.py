@@ -101,7 +101,7 @@ def main(
     A local server takes one of them: --workers says how many workers its node has (default 1).
 
     Exit codes: 0 the run ended cleanly; 1 it could not; 2 wrong usage or settings; 3 a second signal ended it at once;
-    70 it failed in its own code.
+    70 it failed in its own code; 79 another server has more of the run, and this one gave up.
     """
     raise_descriptor_limit()
     if len(set(roles)) > 1:

@@ -11,7 +11,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from lsgd.means import mean_of
+from lsgd.means import mean_of_finite
 from lsgd.output import append, write_whole
 from lsgd.protocol.events import RoundOrdered, RunProgress, WorkerProgress
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME, MAX_NBYTES, Heartbeat
@@ -98,7 +98,7 @@ def _logged(members: Iterable[Member]) -> dict[str, float]:
             known = name in numbers or (len(numbers) < MAX_LOGGED and len(name) <= MAX_LOGGED_NAME)
             if known and math.isfinite(number):
                 numbers.setdefault(name, []).append(number)
-    return {name: mean for name in sorted(numbers) if math.isfinite(mean := sum(numbers[name]) / len(numbers[name]))}
+    return {name: mean for name in sorted(numbers) if (mean := mean_of_finite(numbers[name])) is not None}
 
 
 def _progress_of(roster: Roster, member: Member, now: float) -> WorkerProgress:
@@ -156,8 +156,7 @@ def entry(election: RoundOrdered) -> dict[str, Any]:
 def _loss(elections: Reversible[RoundOrdered]) -> float | None:
     """Return the mean loss of the workers of the last global round, as reported then; None: it is not finite."""
     last = next((e for e in reversed(elections) if e.scope == "global"), None)
-    losses = [x for loss in last.losses.values() if (x := finite(loss)) is not None] if last else []
-    return finite(mean_of(losses)) if losses else None
+    return mean_of_finite(last.losses.values()) if last else None
 
 
 RESULT_EVERY_S = 5.0

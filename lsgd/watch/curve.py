@@ -11,7 +11,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from lsgd.algorithms import ALGORITHMS
-from lsgd.watch.view import mean, place
+from lsgd.means import mean_of_finite
+from lsgd.watch.view import place
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999999")
 """Safe for color blindness (Okabe and Ito). If there are more workers than colors, all are gray, with their mean."""
@@ -79,7 +80,7 @@ def _draw_losses(axes: Axes, rounds: Rounds, colors: dict[str, str], *, many: bo
     handles = [Line2D([], [], color=color, label=worker, linewidth=2) for worker, color in colors.items()]
     if many:
         shared = [e for e in rounds if e["scope"] == "global"]
-        means = np.array([mean(e["losses"].values()) for e in shared], dtype=float)  # NaN leaves a gap
+        means = np.array([mean_of_finite(e["losses"].values()) for e in shared], dtype=float)  # NaN leaves a gap
         axes.plot([e["count"] for e in shared], means, color=BLACK, linewidth=1.8)
         labels = {GRAY: f"each of {len(colors)} workers", BLACK: "their mean"}
         handles = [Line2D([], [], color=color, label=label, linewidth=2) for color, label in labels.items()]

@@ -10,18 +10,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lsgd.errors import ConfigError, JoinError
+from lsgd.means import mean_of_finite
 from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered, RunProgress
 from lsgd.protocol.sockets import ConnectorKeys
 from lsgd.run_folder import CURVES, METRICS
 from lsgd.watch import require
 from lsgd.watch.reader import Batch, Reader
 from lsgd.watch.results import read
-from lsgd.watch.view import RunView, mean
+from lsgd.watch.view import TAKES_PART, RunView
 
 _MAX_OPEN = 1024
 
@@ -54,9 +54,7 @@ class Curves:
         """Yield the points of a batch, in order."""
         if batch.report is not None:
             self._as_of = batch.report["stream"]["last"]
-        self.view.take(replace(batch, events=()))
-        for event in batch.events:
-            self.view.fold(event)
+        for event in self.view.taken(batch):
             count, values = self._values(event)
             if values:
                 yield Point(event.time, count, values)
@@ -91,15 +89,16 @@ class Curves:
             del self._open[next(iter(self._open))]
         losses = {name: loss for name, loss in order.losses.items() if loss is not None and math.isfinite(loss)}
         values = {"rounds": float(order.round), **{f"loss/{name}": loss for name, loss in losses.items()}}
-        consensus = mean(losses.values())
+        consensus = mean_of_finite(losses.values())
         return values if consensus is None else values | {"loss/consensus": consensus}
 
     def _progress(self, now: RunProgress) -> dict[str, float]:
         totals = [worker.totals.last for worker in self.view.workers.values() if worker.totals.last is not None]
+        rate = self.view.rate
         return {
             "progress": now.share,
-            "iterations_per_second": self.view.rate,
-            "workers": float(sum(each.state in ("live", "held") for each in now.workers)),
+            **({} if rate is None else {"iterations_per_second": rate}),
+            "workers": float(sum(each.state in TAKES_PART for each in now.workers)),
             "bytes/sent": float(sum(total.sent_nbytes for total in totals)),
             "bytes/received": float(sum(total.received_nbytes for total in totals)),
             "seconds/compute": sum(total.compute_s for total in totals),
@@ -225,36 +224,42 @@ READ_ON_S = 1.0
 """How long to wait for more events after the one that ends the run."""
 
 
-def write(address: str, keys: ConnectorKeys | None, folder: Path, names: Sequence[str]) -> str:
-    """Write the curves of the run at ``address`` until it is over; return a summary.
+def write(address: str, keys: ConnectorKeys | None, folder: Path, names: Sequence[str]) -> int:
+    """Write the curves of the run at ``address`` until it is over; return the number of points.
 
     It continues with a restarted server, and ends on SIGTERM.
 
     Raises:
-        ConfigError: a logger's package is missing, or the folder cannot be written.
-        JoinError: the server refuses us, or is silent for ten minutes.
+        ConfigError: a logger's package is missing, or the folder cannot be made or written.
+        JoinError: the server refuses us, has given up, or is silent for ten minutes.
     """
     check(names)
-    ended, count = threading.Event(), 0
+    ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with Reader(address, keys) as reader:
+            return _log(reader, folder, names, ended)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
+
+
+def _log(reader: Reader, folder: Path, names: Sequence[str], ended: threading.Event) -> int:
+    """Write the run's points with these loggers; return their number."""
+    curves, loggers, count = Curves(), list[Logger](), 0
     with ExitStack() as stack:
-        reader, curves, loggers = stack.enter_context(Reader(address, keys)), Curves(), list[Logger]()
-        try:
-            for points in _follow(reader, curves, folder, ended):
-                if not loggers:
-                    for name in names:
-                        loggers.append(LOGGERS[name](folder, curves.view.run))
-                        stack.callback(loggers[-1].close)
-                for point in points:
-                    count += 1
-                    for logger in loggers:
-                        logger.write(point)
+        for points in _follow(reader, curves, folder, ended):
+            if not loggers:
+                for name in names:
+                    loggers.append(LOGGERS[name](folder, curves.view.run))
+                    stack.callback(loggers[-1].close)
+            for point in points:
+                count += 1
                 for logger in loggers:
-                    logger.flush()
-            stack.close()
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
-    return f"{count} points written to {folder} ({', '.join(names)})"
+                    logger.write(point)
+            for logger in loggers:
+                logger.flush()
+    return count
 
 
 def _follow(reader: Reader, curves: Curves, folder: Path, ended: threading.Event) -> Iterator[list[Point]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from lsgd.protocol.events import Note, RunProgress, WorkerChanged, WorkerJoined
+from lsgd.protocol.events import Note, RunChanged, RunProgress, WorkerChanged, WorkerJoined
 
 T = TypeVar("T")
 
@@ -80,7 +80,8 @@ class Counters:
         took: durations of rounds from order to completion, by scope.
         failed: failed rounds, by reason.
         joins: joins of workers, of each of their processes.
-        departures: changes of a worker to a state in which rounds do not wait for it, by state and reason.
+        departures: changes of a worker to a state in which rounds do not wait for it, by state and reason; none that
+            belong to the end of the run.
         restarts: restarts of the global server that were seen.
     """
 
@@ -91,18 +92,21 @@ class Counters:
         self.failed: Counter[str] = Counter()
         self.departures: Counter[tuple[str, str]] = Counter()
         self._count = self._again = 0  # the run's last known count; repeated iterations
-        self._goes_back = False
+        self._goes_back = self._ends = False
 
     def fold(self, what: object) -> None:
         """Count an event that is not about a round."""
         match what:
+            case RunChanged(state):
+                self._ends = state in ("stopping", "over")
             case RunProgress():
+                self._ends = what.state in ("stopping", "over")
                 self.made(what.count)
                 for each in what.workers:
                     self.done[each.worker] = max(self.done[each.worker], each.done)
             case WorkerJoined():
                 self.joins += 1
-            case WorkerChanged(_, state, code) if state in _LEAVES_ROUNDS:
+            case WorkerChanged(_, state, code) if state in _LEAVES_ROUNDS and not self._ends:
                 known = {reason for _, reason in self.departures}
                 self.departures[state, _bounded(code, known)] += 1
             case Note(code) if code in _GOES_BACK:

@@ -113,7 +113,8 @@ def _workers(view: RunView, workers: list[WorkerView]) -> Iterator["Metric"]:
     yield _gauge("worker_silence_seconds", "Time since the worker was heard.", silence, "worker")
     yield _counter("joins", "How often workers have joined.", view.counters.joins)
     departures = view.counters.departures
-    yield _counter("departures", "How often rounds went on without a worker.", departures, "state", "reason")
+    help_ = "How often rounds went on without a worker, until the run was stopping."
+    yield _counter("departures", help_, departures, "state", "reason")
 
 
 def _totals(view: RunView, workers: list[WorkerView]) -> Iterator["Metric"]:
@@ -159,7 +160,7 @@ def serve(address: str, keys: ConnectorKeys | None, host: str, port: int, say: C
 
     Raises:
         ConfigError: prometheus_client is missing, or the port cannot be used.
-        JoinError: the global server refuses us.
+        JoinError: the global server refuses us, or has given up for another one.
     """
     check()
     view, lock = RunView(), threading.Lock()

@@ -9,7 +9,18 @@ from typing import Any
 from lsgd.errors import ConfigError, JoinError, ProtocolError
 from lsgd.protocol.events import Event, decode_event
 from lsgd.protocol.keys import OPERATOR
-from lsgd.protocol.messages import PROTOCOL, Events, EventsQuery, Operator, Refused, Status, StatusQuery, decode, encode
+from lsgd.protocol.messages import (
+    PROTOCOL,
+    Events,
+    EventsQuery,
+    Moved,
+    Operator,
+    Refused,
+    Status,
+    StatusQuery,
+    decode,
+    encode,
+)
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller
 
 ASK_EVERY_S = 0.25
@@ -76,7 +87,7 @@ class Reader:
         """Return what is new as soon as there is something, or an empty batch after ``timeout_s``.
 
         Raises:
-            JoinError: the server has never let us in, or speaks another version.
+            JoinError: the server has never let us in, speaks another version, or has given up for another one.
             ProtocolError: the other side is no global server.
         """
         deadline = time.monotonic() + timeout_s
@@ -120,7 +131,7 @@ class Reader:
                 return self._new(first, last, items)
             case Refused(reason):
                 raise JoinError(f"the global server at {self._address} refuses us: {reason}")
-        raise ProtocolError(f"the server at {self._address} answered {type(answer).__name__}")
+        raise _unusable(self._address, answer)
 
     def _new(self, first: int, last: int, items: tuple[bytes, ...]) -> Batch | None:
         """Return the new events; a repeated question returns some twice."""
@@ -158,7 +169,7 @@ def ask(
     """Send a request to the global server at ``address``: show, end or change its run. Return the run's state.
 
     Raises:
-        JoinError: no answer within ``within_s``, or 5 s.
+        JoinError: no answer within ``within_s``, or 5 s, or the server has given up for another one.
         ConfigError: the server refuses the change, and says why; or a text in the message is no Unicode.
     """
     try:
@@ -182,12 +193,20 @@ def ask(
                         return dict(json.loads(answer.report))
                     if isinstance(answer, Refused):
                         raise ConfigError(answer.reason)
-                    raise ProtocolError(f"the server at {address} answered {type(answer).__name__}")
+                    raise _unusable(address, answer)
     raise JoinError(silent(address, within_s))
 
 
 def _connected(address: str, keys: ConnectorKeys | None) -> Connector:
     return Connector(address, f"{keys.name if keys else OPERATOR}#{secrets.randbits(63)}".encode(), keys)
+
+
+def _unusable(address: str, answer: object) -> JoinError | ProtocolError:
+    """Return the error for an answer without the run's state or events."""
+    match answer:
+        case Moved(_, place, reason):
+            return JoinError(f"{reason}. The run continues on node{place.node}, at {place.address}: follow it there")
+    return ProtocolError(f"the server at {address} answered {type(answer).__name__}")
 
 
 def silent(address: str, silent_s: float) -> str:

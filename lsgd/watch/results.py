@@ -6,10 +6,12 @@ The global server writes the first two during the run. At its end the launcher a
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from itertools import islice
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lsgd.output import write_whole
 from lsgd.run_folder import CURVE, CURVES, METRICS, RESULT
@@ -19,6 +21,8 @@ ROUND_KEYS = {"round", "scope", "node", "worker", "count", "seconds", "losses"}
 
 MAX_POINTS = 2000
 """Most rounds in the picture; of more, only every second, third, ... is shown."""
+
+T = TypeVar("T")
 
 _STOPPED_CODE = "ordered"  # the global server's reason code for a run that an operator stopped
 
@@ -101,7 +105,18 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
             round_ = json.loads(line)
             if not ROUND_KEYS <= round_.keys():
                 continue
-            while rounds and rounds[-1]["count"] > round_["count"]:
-                rounds.pop()
             rounds.append(round_)
-    return rounds
+    return without_repeated(rounds, itemgetter("count"))
+
+
+def without_repeated(rounds: Iterable[T], count: Callable[[T], int]) -> list[T]:
+    """Return rounds without those that were repeated later, because the run went back to a checkpoint.
+
+    ``count``: returns how many iterations the run had made at a round.
+    """
+    kept: list[T] = []
+    for round_ in rounds:
+        while kept and count(kept[-1]) > count(round_):
+            kept.pop()
+        kept.append(round_)
+    return kept

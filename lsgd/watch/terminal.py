@@ -33,7 +33,7 @@ def watch(
     """Yield the view of a run every two seconds until it is over; wait for its server to restart.
 
     Raises:
-        JoinError: no answer from the address within 5 s, or for 10 s later on.
+        JoinError: no answer from the address within 5 s, or for 10 s later on, or its server has given up.
     """
     run = RunView()
     shown_at, heard_at = -math.inf, time.monotonic()
@@ -54,7 +54,7 @@ def watch(
 def view(run: RunView) -> Group:
     """Return the state of a run to print: what it waits for, its progress, and a table of the workers."""
     limit = f" of {run.iterations}" if run.iterations else ""
-    rate = run.rate or (run.made / run.seconds if run.seconds else 0.0)
+    rate = run.rate if run.rate is not None else run.made / run.seconds if run.seconds else 0.0
     left = f", about {duration(round(run.left_s))} left" if run.left_s else ""
     part = "" if run.participation is None else f", participation {run.participation:.0%}"
     lines = Text(

@@ -1,15 +1,14 @@
 """The state and history of a run for display, from a report and the events after it."""
 
-import math
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lsgd.algorithms import ALGORITHMS
-from lsgd.means import mean_of
+from lsgd.means import mean_of_finite
 from lsgd.protocol.events import (
     Event,
     GenerationBegan,
@@ -40,7 +39,8 @@ SHARED = (
 )
 """Names that a report and a view share."""
 
-_TAKES_PART = ("live", "held")
+TAKES_PART = ("live", "held")
+"""States of workers that rounds wait for."""
 
 
 class Line(NamedTuple):
@@ -127,7 +127,7 @@ class WorkerView:
         last = self.gaps[-1] if self.gaps and self.gaps[-1].end is None else None
         if last is not None and last.state != state:
             last.end = time
-        if state not in _TAKES_PART and (last is None or last.state != state):
+        if state not in TAKES_PART and (last is None or last.state != state):
             self.gaps.append(Gap(state, code, reason, time))
 
 
@@ -143,6 +143,7 @@ class RoundView:
         state: ``open``, ``completed`` or ``failed``; stays ``open`` if its end is unknown.
         took_s: time from its order to its completion; None: unknown.
         sent_nbytes: bytes that its members sent; None: unknown.
+        time: when it was ordered, in seconds since the epoch; None: unknown.
     """
 
     round: int
@@ -155,6 +156,7 @@ class RoundView:
     reason: str = ""
     took_s: float | None = None
     sent_nbytes: int | None = None
+    time: float | None = None
 
 
 class RunView:
@@ -199,12 +201,18 @@ class RunView:
         self.connected = False
         self._as_of = 0  # the report includes the events up to this one
         self._recent: dict[int, RoundView] = {}
+        self._untimed: list[RoundView] = []  # rounds that are known from a report
         self._progress: deque[tuple[float, int, float]] = deque()  # time, count and share of the last seconds
         if report is not None:
             self._begin(report)
 
     def take(self, batch: Batch) -> None:
         """Apply a reader's batch."""
+        for _ in self.taken(batch):
+            pass
+
+    def taken(self, batch: Batch) -> Iterator[Event]:
+        """Apply a reader's batch, and yield each event once it is applied."""
         if batch.report is not None:
             self._begin(batch.report)
         self.connected = batch.connected
@@ -212,6 +220,7 @@ class RunView:
         self.counters.restarts += batch.restarted
         for event in batch.events:
             self.fold(event)
+            yield event
 
     @property
     def elects(self) -> bool:
@@ -219,8 +228,8 @@ class RunView:
         return self.algorithm not in ALGORITHMS or ALGORITHMS[self.algorithm].elects
 
     @property
-    def rate(self) -> float:
-        """Iterations a second over the last :data:`RATE_OVER_S`; 0 until there are two points."""
+    def rate(self) -> float | None:
+        """Iterations a second over the last :data:`RATE_OVER_S`; None until there are two points."""
         return self._slope(1)
 
     @property
@@ -229,21 +238,16 @@ class RunView:
         if self.state == "over":
             return 0.0
         pace = self._slope(2)
-        return (1 - self.share) / pace if pace > 0 else None
-
-    @property
-    def started_at(self) -> float | None:
-        """Time of the first round, in seconds since the epoch: :attr:`RoundView.seconds` counts from it."""
-        return self.time - self.seconds if self.time and self.seconds else None
+        return (1 - self.share) / pace if pace and pace > 0 else None
 
     @property
     def made(self) -> int:
         """Iterations since the run began or was resumed, as :attr:`seconds` and the bytes count from there."""
         return sum(worker.done for worker in self.workers.values())
 
-    def _slope(self, of: int) -> float:
+    def _slope(self, of: int) -> float | None:
         if len(self._progress) < 2:
-            return 0.0
+            return None
         first, last = self._progress[0], self._progress[-1]
         return (last[of] - first[of]) / (last[0] - first[0])
 
@@ -275,16 +279,17 @@ class RunView:
         """Apply one event; if the report includes it already, only to the history."""
         self.time = max(self.time, event.time)
         self.counters.fold(event.what)
-        self._remember(event.time, event.what)
-        if event.seq > self._as_of:
+        is_new = event.seq > self._as_of
+        self._remember(event.time, event.what, is_new=is_new)
+        if is_new:
             self._change(event.what)
 
-    def _remember(self, time: float, what: object) -> None:
+    def _remember(self, time: float, what: object, *, is_new: bool) -> None:
         match what:
             case Note(code, words):
                 self.log.append(Line(time, code, words))
             case RoundOrdered():
-                self._order(what)
+                self._order(what, time if is_new else None)
             case RoundCompleted(number, took_s, sent_nbytes) if known := self._open(number):
                 known.state, known.took_s, known.sent_nbytes = "completed", took_s, sent_nbytes
                 if took_s is not None:
@@ -300,7 +305,12 @@ class RunView:
                 self.settings.update(changes)
             case RunProgress():
                 for each in what.workers:
-                    self._worker(each.worker).add(time, each)
+                    worker = self._worker(each.worker)
+                    worker.add(time, each)
+                    if each.state in TAKES_PART:
+                        worker.mind(time, each.state, "", "")
+                if what.seconds:
+                    self._date(time - what.seconds)
                 if self._progress and what.count < self._progress[-1][1]:  # it went back to a checkpoint
                     self._progress.clear()
                 self._progress.append((time, what.count, what.share))
@@ -314,12 +324,20 @@ class RunView:
         known = self._recent.get(number)
         return known if known and known.state == "open" else None
 
-    def _order(self, order: RoundOrdered) -> None:
+    def _date(self, started_at: float) -> None:
+        """Give each round without a time the one that follows from when the first was ordered, once and for all."""
+        for each in self._untimed:
+            each.time = started_at + each.seconds
+        self._untimed = []
+
+    def _order(self, order: RoundOrdered, time: float | None = None) -> None:
         if order.round <= next(reversed(self._recent), 0):
             return
         losses = {sys.intern(name): loss for name, loss in order.losses.items()}  # the same names each time
-        view = RoundView(order.round, order.scope, order.worker, order.count, order.seconds, losses)
+        view = RoundView(order.round, order.scope, order.worker, order.count, order.seconds, losses, time=time)
         self.rounds.add(view)
+        if time is None:
+            self._untimed.append(view)
         self._recent[order.round] = view
         if len(self._recent) > MAX_ROUNDS:
             del self._recent[next(iter(self._recent))]
@@ -332,7 +350,7 @@ class RunView:
                 if what.worker:
                     self._worker(what.worker).times_leader += 1
                 if scope == "global":
-                    self.loss = mean(what.losses.values())
+                    self.loss = mean_of_finite(what.losses.values())
             case WorkerJoined(name, node):
                 worker = self._worker(name, node)
                 worker.state, worker.code, worker.reason = "away", "", ""
@@ -373,9 +391,3 @@ def place(name: str) -> tuple[int, int]:
     """Return node and index from a worker's name, ``node0/worker1``, as a sort key."""
     found = re.fullmatch(r"node(\d+)/worker(\d+)", name)
     return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
-def mean(losses: Iterable[float | None]) -> float | None:
-    """Return the mean of the finite losses; None: there are none, or it is not finite."""
-    finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return shared if finite and math.isfinite(shared := mean_of(finite)) else None

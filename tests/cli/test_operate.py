@@ -14,6 +14,7 @@ from rich.console import Console
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.cli.commands import main
+from lsgd.protocol.events import Event, RunProgress
 from lsgd.protocol.keys import KeyRing, parse_token, token_path
 from lsgd.protocol.sockets import new_key_pair
 from lsgd.run_folder import claimed
@@ -158,6 +159,11 @@ def test_the_table_of_members():
     assert lines[-2].split() == ["node0/worker0", "0", "live", "12", "0.1235", "0.0", "s"]
     console.print(terminal.view(RunView(status | {"count": 20_024})))  # resumed
     assert "20024 iterations in 2.0s (12.0 a second)" in console.file.getvalue()
+    still = RunView(status)
+    for second in (3.0, 4.0):
+        still.fold(Event(1, second, RunProgress(second, "running", "busy", "why", 24, 0, 0.0, ())))
+    console.print(terminal.view(still))
+    assert "24 iterations in 4.0s (0.0 a second)" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(

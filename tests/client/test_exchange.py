@@ -12,9 +12,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lsgd.algorithms import ALGORITHMS
+from lsgd.algorithms.decentralized import DecentralizedSettings
 from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import DiLoCoSettings, LocalSettings, SparseSettings
+from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralizedSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.island import Island
 from lsgd.client.iteration import chunks, following, handover
@@ -151,8 +153,11 @@ def test_a_global_round_pulls_to_its_leader_and_averages_buffers(switchboard) ->
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 @pytest.mark.parametrize(
     "settings",
-    [LEADER, replace(LEADER, delay=1), LocalSettings(period=4), LocalSettings(period=4, delay=1)],
-    ids=["leader", "leader-delay", "local", "local-delay"],
+    [
+        *(LEADER, replace(LEADER, delay=1), LocalSettings(period=4), LocalSettings(period=4, delay=1)),
+        *(ElasticSettings(period=4), LowPrecisionDecentralizedSettings()),
+    ],
+    ids=["leader", "leader-delay", "local", "local-delay", "elastic", "low-precision-decentralized"],
 )
 def test_a_model_that_is_not_finite_is_healed_with_its_optimizer(switchboard, settings, when) -> None:
     """Whether it breaks before the round, or while what was exchanged is on its way."""
@@ -161,7 +166,7 @@ def test_a_model_that_is_not_finite_is_healed_with_its_optimizer(switchboard, se
     together(lambda rank: members.rounds[rank].after_step(), range(2))
     momentum = {"momentum_buffer": torch.tensor([[float("nan"), 1.0, 2.0]] * 2)}
     members.optimizers[0].state[members.models[0].linear.weight] = momentum
-    if when == "meanwhile" and settings.delay:
+    if when == "meanwhile" and settings.schedule().delay:
         members.run(members.round(2, leader=1, source=1))
         members.models[0].linear.weight.data.fill_(float("nan"))
     else:
@@ -174,6 +179,28 @@ def test_a_model_that_is_not_finite_is_healed_with_its_optimizer(switchboard, se
     members.run(members.round(3, leader=1, source=1))
     together(lambda rank: members.rounds[rank].after_step(), range(2))
     assert momentum["momentum_buffer"].tolist() == [[3.0] * 3] * 2
+
+
+@pytest.mark.parametrize("kind", [DecentralizedSettings, LowPrecisionDecentralizedSettings])
+@pytest.mark.parametrize("interval", [1, 2])
+def test_a_worker_trains_on_after_a_batch_that_is_not_finite(switchboard, kind, interval) -> None:
+    """Gossip replaces its model before the step, whose gradient is still that of the model before."""
+    members = Members(switchboard, 2, settings=kind(interval=interval))
+
+    def iterate(rank: int, id: int, batch: float) -> None:
+        model, optimizer, rounds = members.models[rank], members.optimizers[rank], members.rounds[rank]
+        rounds.carry_out(members.round(id))
+        optimizer.zero_grad()
+        model.linear(torch.full((4, 3), batch)).square().mean().backward()
+        rounds.before_step()
+        optimizer.step()
+        rounds.after_step()
+
+    for id in range(1, 5):
+        together(lambda rank, id=id: iterate(rank, id, math.nan if (id, rank) == (2, 0) else 1.0), range(2))
+        assert [math.isfinite(value) for value in members.values("linear.weight")] == [id != 2, True]
+    momenta = [state["momentum_buffer"] for optimizer in members.optimizers for state in optimizer.state.values()]
+    assert all(bool(x.isfinite().all()) for x in momenta)
 
 
 @pytest.mark.parametrize(
@@ -653,6 +680,28 @@ def test_what_has_been_exchanged_lands_before_members_change(switchboard, settin
     for x, was in zip(members.replicas[0].algorithm.shared_state(), before, strict=True):
         assert torch.equal(x, was + 1.0)
     assert same(*[r.algorithm.shared_state() for r in members.replicas])
+
+
+def test_who_leaves_waits_for_what_is_being_exchanged(switchboard) -> None:
+    settings = LocalSettings(period=4, delay=2, compression="none", rescale=False, keep=1.0)
+    members = Members(switchboard, 2, settings=settings)
+    members.run(members.round(new=(1,)))
+    together(lambda rank: [members.rounds[rank].after_step() for _ in range(2)], range(2))
+    train(members, 2.0, ranks=(0,))
+    leaver, stayer = members.rounds
+    leaver.follow = lambda: leaver.carry_out(members.round(2)) is None
+
+    def leave_or_stay(rank: int) -> None:
+        if rank:
+            stayer.carry_out(members.round(2))
+        else:
+            leaver.finish(waits=False)
+            leaver.entry.leave()
+
+    assert together(leave_or_stay, range(2)) == [None] * 2
+    for _ in range(2):
+        stayer.after_step()
+    assert members.values("linear.weight") == [2.0] * 2  # 1, and half of the leaver's change
 
 
 def test_what_could_not_be_exchanged_before_members_change_changes_nothing(switchboard) -> None:

@@ -3,10 +3,12 @@
 import copy
 import math
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.algorithms.bytegrad import ByteGradSettings
@@ -250,6 +252,37 @@ def test_a_second_backward_pass_says_what_to_do() -> None:
     bench.backward()
     with pytest.raises(LsgdError, match=r"a second backward pass .* `with worker.no_sync\(\):`"):
         bench.loss().backward()
+
+
+class Checkpointed(nn.Module):
+    """Its middle layer is in two segments whose activations are computed again in the backward pass."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.twice, self.last = nn.Linear(5, 20), nn.Linear(20, 20), nn.Linear(20, 20)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor, shifted: bool) -> Tensor:
+        x = checkpoint(self.twice, self.first(x), use_reentrant=self.reentrant)
+        return self.last(checkpoint(self.twice, x, use_reentrant=self.reentrant))
+
+
+def test_a_gradient_that_comes_in_two_parts_is_refused_if_the_first_has_left() -> None:
+    bench = alone(model=Checkpointed(reentrant=False))
+    assert same(bench.backward(), bench.own_gradients())
+    bench = alone(model=Checkpointed(reentrant=True))
+    with pytest.raises(LsgdError, match=r"gradient of twice\.\w+ has come a second time .*use_reentrant=False"):
+        bench.backward()
+    bench = alone(replace(MEAN, bucket_mib=1.0), model=Checkpointed(reentrant=True))
+    assert same(bench.backward(), bench.own_gradients())  # the only bucket waits for the first layer
+
+
+def test_a_layer_that_is_frozen_after_the_join_stays_as_it_is() -> None:
+    bench = alone()
+    bench.model.first.requires_grad_(False)
+    for _ in range(2):
+        assert {*dict(bench.model.named_parameters())} - {*bench.backward()} == {"first.weight", "first.bias"}
 
 
 def test_a_sparse_gradient_is_refused_by_name() -> None:

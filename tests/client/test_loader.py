@@ -110,6 +110,18 @@ def test_a_loader_that_is_resumed_keeps_its_length_and_knows_what_is_left(drop_l
     assert length(again) == len(again)
 
 
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_a_loader_that_is_resumed_after_the_last_batch_of_a_pass_has_a_whole_one(drop_last) -> None:
+    first, again = loader(1, 2, length=43, drop_last=drop_last), loader(1, 2, length=43, drop_last=drop_last)
+    batches = iter(first)
+    for _ in range(len(first)):
+        next(batches)
+    again.load_state_dict(first.state_dict())
+    assert length(again) == len(again)
+    assert next(batches, None) is None
+    assert epoch(again) == epoch(first)
+
+
 class Backwards(SequentialSampler):
     def __iter__(self):
         return iter(range(len(self.data_source) - 1, -1, -1))

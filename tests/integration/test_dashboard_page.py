@@ -173,4 +173,6 @@ def test_a_launched_run_has_its_page_and_its_report(browser, tmp_path) -> None:
     page.wait_for_selector("#loss .main-svg", timeout=WAIT_MS)
     page.wait_for_selector("#timeline .heatmaplayer image", timeout=WAIT_MS)
     assert page.inner_text("#state") == "finished"
+    marked = page.evaluate("timeline.data.find((trace) => trace.marker?.symbol === 'diamond').y")
+    assert set(marked) == {20}  # between both bands of 20 rows, as local has no leaders
     assert [url for url in requests if not url.startswith(("file:", "data:", "blob:"))] == [] == troubles

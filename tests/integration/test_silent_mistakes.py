@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lsgd.client import Worker
+from lsgd.client.iteration import steps
 from lsgd.client.iteration.steps import FAIL_AFTER_STEPS, WARN_AFTER_STEPS
 from lsgd.errors import ConfigError, DetachedError, LsgdError
 
@@ -142,6 +143,23 @@ def exchanging(cluster, monkeypatch) -> nn.Sequential:
     monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
     monkeypatch.setenv("LSGD_LOCAL_RANK", "0")
     return network()
+
+
+def test_steps_that_are_all_skipped_fail(exchanging, monkeypatch) -> None:
+    monkeypatch.setattr(steps, "FAIL_AFTER_STEPS", WARN_AFTER_STEPS)
+    optimizer = torch.optim.SGD(exchanging.parameters(), lr=0.01)
+    made = 0
+    with (
+        pytest.raises(LsgdError, match="every step is skipped because gradients are non-finite"),
+        Worker.join(exchanging, optimizer) as worker,
+    ):
+        while worker.begin_step():
+            optimizer.zero_grad()
+            (exchanging(BATCH).mean() * float("inf")).backward()
+            optimizer.step()
+            worker.end_step()
+            made += 1
+    assert made == WARN_AFTER_STEPS and worker.iterations == 0
 
 
 def closure_of(model: nn.Module, optimizer: torch.optim.Optimizer):

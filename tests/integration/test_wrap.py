@@ -13,12 +13,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 import lsgd
+from lsgd.client.checkpoint.file import read
 from lsgd.client.control.identity import Identity
 from lsgd.client.wrap import WrappedWorker, loss_in
 from lsgd.errors import ConfigError, EvictedError, JoinError, LsgdError
+from lsgd.flat import describe
 from lsgd.protocol.messages import LOOP_ENDED
+from lsgd.run_folder import checkpoint_path, counts, runs
 
 from .test_steps import ALGORITHMS, BATCH, network
 
@@ -238,6 +242,58 @@ def test_after_the_end_of_the_run_the_loop_changes_nothing(cluster, monkeypatch,
     script.worker.barrier()
     assert script.worker.finish()
     assert all(torch.equal(end[name], x) for name, x in script.model.state_dict().items())
+
+
+@pytest.mark.parametrize("arguments", ALGORITHMS)
+def test_after_the_end_closures_and_forward_passes_change_nothing(cluster, monkeypatch, arguments) -> None:
+    join_here(cluster, monkeypatch, *arguments, "--iterations", "3")
+    model = nn.Sequential(nn.BatchNorm1d(6), network())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=1)
+    worker = lsgd.wrap(model, optimizer, steps=6)
+    batches = (torch.randn(4, 6) for _ in itertools.count())
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(next(batches)).square().mean()
+        loss.backward()
+        return loss
+
+    states = []
+    for _ in range(6):
+        optimizer.step(closure)
+        states.append({name: x.clone() for name, x in model.state_dict().items()})
+    closure()  # a loop that computes gradients before the step
+    optimizer.step(lambda: torch.tensor(0.0))
+    assert worker.stopped and worker.iterations == 3
+    for name, x in model.state_dict().items():
+        assert torch.equal(x, states[3][name]), name
+    assert not torch.equal(states[3]["0.running_mean"], states[1]["0.running_mean"])
+    assert worker.finish()
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(DATA)
+
+
+DATA = torch.ones(20, 6)
+
+
+@pytest.mark.parametrize(("data", "key"), [(DATA, "consumed"), (Stream(), "samples")], ids=["samples", "stream"])
+def test_checkpoints_count_only_batches_that_are_trained_on(cluster, monkeypatch, tmp_path, data, key) -> None:
+    """The round comes when the next batch is drawn, here in the second pass of five."""
+    join_here(cluster, monkeypatch, "--algorithm", "allreduce", "--checkpoint-every", "1")
+    script = Script(steps=20, checkpoint_dir=tmp_path)
+    loader = script.worker.shard(DataLoader(data, batch_size=4))
+    for x in itertools.islice(itertools.chain(loader, loader), 8):
+        script.step(x)
+    script.worker.fails(RuntimeError())
+    (run,) = runs(tmp_path)
+    assert counts(tmp_path, run, script.worker.name) == [6, 7]
+    for count in (6, 7):
+        path = checkpoint_path(tmp_path, run, count, script.worker.name)
+        (position,) = read(path, *describe(script.model))["loaders"]
+        assert (position["state"]["epoch"], position["state"][key]) == (1, 4 * (count - 5))
 
 
 @pytest.mark.parametrize("arguments", ALGORITHMS)

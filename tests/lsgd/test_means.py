@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from lsgd.means import mean_of
+from lsgd.means import mean_of, mean_of_finite
 
 HUGE, INF, NAN = 1.7e308, math.inf, math.nan
 
@@ -26,3 +26,10 @@ HUGE, INF, NAN = 1.7e308, math.inf, math.nan
 )
 def test_a_mean_is_what_ieee_arithmetic_has(numbers: list[float], mean: float) -> None:
     assert mean_of(numbers) == pytest.approx(mean, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "mean"), [([], None), ([None, NAN, INF], None), ([1.0, None, NAN, 3.0], 2.0), ([HUGE, HUGE], None)]
+)
+def test_a_mean_of_finite_numbers_is_finite(numbers: list[float | None], mean: float | None) -> None:
+    assert mean_of_finite(numbers) == mean

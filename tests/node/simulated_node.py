@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 from lsgd.errors import ConfigError
 from lsgd.node.node import Node
+from lsgd.node.panel import Panel
 from lsgd.node.process import Command, Role
 from lsgd.server.daemon import TICK_S, Ending
 
@@ -66,6 +67,7 @@ class World:
     Args:
         scripts: what each process does, by name: ``server``, ``logger...``, ``relay``, else a worker.
         serve: names of those with which the node takes over the run.
+        panel: what it shows on its terminal.
 
     Attributes:
         lines: what was printed.
@@ -89,7 +91,13 @@ class World:
         return commands
 
     def __init__(
-        self, scripts: Mapping[str, Script], *, restarts: int = 0, outlives: bool = False, serve: Sequence[str] = ()
+        self,
+        scripts: Mapping[str, Script],
+        *,
+        restarts: int = 0,
+        outlives: bool = False,
+        serve: Sequence[str] = (),
+        panel: Panel | None = None,
     ) -> None:
         self.now = 1000.0
         self.scripts, self.lines = scripts, list[str]()
@@ -107,6 +115,7 @@ class World:
             self,  # type: ignore[arg-type]
             lambda command, number, again: Process(self, command.name, 100 + number),
             lambda text: self.lines.append(f"[launch] {text}"),
+            panel=panel,
             outlives=outlives,
             serve=lambda: self._serve([_command(name, restarts) for name in serve]),
             clock=lambda: self.now,

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGTERM
+from types import SimpleNamespace
 
 import pytest
 
@@ -393,9 +394,11 @@ class TestTakingOver:
         assert world.finish() == 0
 
     def test_a_server_that_does_not_notice_is_killed_after_a_while(self) -> None:
-        world = World({"server": stubborn, "worker0": worker}, restarts=5)
+        ended = []
+        panel = SimpleNamespace(end=lambda: ended.append(world.now))  # which shows that server's run
+        world = World({"server": stubborn, "worker0": worker}, restarts=5, panel=panel)
         world.deposed = True
-        assert world.passes(DEPOSED_S + 1.0) and not world.node.serves
+        assert world.passes(DEPOSED_S + 1.0) and not world.node.serves and len(ended) == 1
         assert world.lives["server"] == 1
         world.over = world.finished = True
         assert world.finish() == 0

@@ -575,7 +575,7 @@ def test_the_lowest_finite_loss_leads(losses: tuple[float | None, ...], leader: 
     assert bench.member(places[leader]).times_leader == 1 + (leader == 0)
     assert bench.book.elections[-1].worker == f"node0/worker{leader}"
     of_none = losses[leader] is not None and not math.isfinite(losses[leader])
-    assert ("nobody has a finite loss" in bench.notes[-1]) is of_none
+    assert ("no finite loss" in bench.notes[-1]) is of_none
 
 
 def leaders_of(rule: str, losses: list[tuple[float | None, ...]], run: str = "run") -> list[int]:

@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import signal
 
 import pytest
+from click.testing import CliRunner
 
+from lsgd.cli.commands import main
 from lsgd.errors import ConfigError
 from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered
 from lsgd.run_folder import CURVES
@@ -38,7 +41,7 @@ def test_each_round_and_each_second_is_a_point_once() -> None:
     losses = {f"loss/{WHO}": 0.25, f"loss/{OTHER}": 0.75, "loss/consensus": 0.5}
     totals = {"bytes/sent": 100.0, "bytes/received": 50.0}
     totals |= {"seconds/compute": 3.0, "seconds/wait": 6.0, "seconds/exchange": 9.0}
-    now = {"progress": 0.012, "iterations_per_second": 0.0, "workers": 2.0, "user/accuracy": 0.75, "period": 8.0}
+    now = {"progress": 0.012, "workers": 2.0, "user/accuracy": 0.75, "period": 8.0}
     assert points == [
         Point(1001.0, 8, {"rounds": 1.0, **losses}),
         Point(1003.0, 8, {"round/seconds": 0.5, "round/sent_bytes": 100.0}),
@@ -72,3 +75,16 @@ def test_a_missing_package_is_said_with_the_line_to_type(monkeypatch) -> None:
     curves.check(["csv"])
     with pytest.raises(ConfigError, match=r"wandb needs wandb: .* -m pip install 'lsgd\[wandb\]'"):
         curves.check(["csv", "wandb"])
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"), [("/dev/null/curves", "Not a directory"), (None, "No space left on device")]
+)
+def test_a_folder_that_cannot_be_made_or_written_is_said_in_words(tmp_path, monkeypatch, folder, said) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(curves, "_last_time", lambda path, run: 0.0)
+    monkeypatch.setattr(curves, "_follow", lambda *_: [[Point(1.0, 1, {"progress": 0.5})]])
+    (tmp_path / CURVES).symlink_to("/dev/full")
+    arguments = ["log", "--connect", "tcp://127.0.0.1:9", "--to", "csv", "--out", folder or str(tmp_path)]
+    done = CliRunner().invoke(main, arguments)
+    assert (done.exit_code, done.output) == (1, f"Error: {folder or tmp_path} cannot be written: {said}\n")

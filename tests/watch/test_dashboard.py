@@ -1,23 +1,36 @@
 """The dashboard's data, who is let in by its real server, and the report of a finished run."""
 
 import json
+import os
 import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from http.client import HTTPConnection
 
 import pytest
 from click.testing import CliRunner
 
 from lsgd.cli.commands import main
+from lsgd.errors import JoinError
 from lsgd.protocol.events import Event, RoundOrdered, RunProgress, WorkerChanged, WorkerProgress
-from lsgd.watch.dashboard import server
-from lsgd.watch.dashboard.data import MAX_LOSSES, Story, columns, encoded, setting_names, shares, snapshot
-from lsgd.watch.reader import Batch
+from lsgd.watch.dashboard import follow, server
+from lsgd.watch.dashboard.data import (
+    MAX_LOSSES,
+    MAX_WORKERS,
+    Story,
+    columns,
+    encoded,
+    setting_names,
+    shares,
+    snapshot,
+)
+from lsgd.watch.reader import Batch, Reader
 from lsgd.watch.view import Totals
 
 from ..integration.running import DEADLINE_S, until
+from .test_view import REPORT
 
 pytest.importorskip("tornado")
 pytest.importorskip("plotly")
@@ -56,7 +69,7 @@ def test_the_data_say_who_leads_who_is_slow_and_who_is_gone():
     assert loss["consensus"][0] == [0, 2.0]
     assert loss["leaders"][:2] == [[0, 2.0, "node0/worker0"], [100, 2.0, "node0/worker1"]]
     story.view.algorithm = "local"  # which has no leaders
-    assert snapshot(story)["loss"]["leaders"] == [] and snapshot(story)["recent"]["elects"] is False
+    assert snapshot(story)["loss"]["leaders"] == []
     fast, slow = data["workers"]
     assert (fast["compute"], slow["compute"]) == pytest.approx((0.75, 0.25)) and fast["rate"] == pytest.approx(5)
     assert slow["state"] == "left" and slow["reason"] == "its process has ended"
@@ -64,6 +77,73 @@ def test_the_data_say_who_leads_who_is_slow_and_who_is_gone():
     assert data["recent"]["rows"]["node0/worker0"][0][3:-1] == "f" * (data["recent"]["number"] - 4)
     assert data["recent"]["bytes_per_s"][5] == pytest.approx(2000)
     assert data["recent"]["bytes_per_iteration"][5] == pytest.approx(200)
+
+
+def progress(k, count, *workers):
+    """Return what is told at second ``k`` of the run: (worker, iterations, bytes)."""
+    lines = [WorkerProgress(name, 0, "live", done, 1.0, 0.1, 0.0, 0.0, 0.0, sent, 0) for name, done, sent in workers]
+    return RunProgress(float(k), "running", "", "", count, 0, 0.5, tuple(lines))
+
+
+def test_the_rate_of_a_worker_ends_with_its_reports():
+    story = told(60)
+    still = [progress(k, 10 * k, ("node0/worker0", 5 * k, 1000 * k)) for k in range(60, 100)]
+    story.take(Batch(tuple(Event(1000 + n, BEGIN + 60 + n, what) for n, what in enumerate(still)), 0, True))
+    data = snapshot(story)
+    assert [(w["rate"], w["bytes_per_s"]) for w in data["workers"]] == [(5.0, 1000.0), (None, None)]
+    assert data["sums"]["bytes_per_s"] == 1000.0
+
+
+def test_numbers_of_all_count_workers_that_are_not_shown():
+    story = told(11, workers=MAX_WORKERS + 44)
+    gone = WorkerChanged("node37/worker3", "left", "failed", "its process has ended")
+    story.take(Batch((Event(1000, BEGIN + 11, gone),), 0, True))
+    data = snapshot(story)
+    assert len(data["workers"]) == len(data["recent"]["rows"]) == MAX_WORKERS
+    sums = {"workers": 300, "out": 1, "done": 300 * 50, "sent_nbytes": 300 * 10_000, "bytes_per_s": 300_000.0}
+    assert data["sums"] == sums
+    assert data["recent"]["bytes_per_s"] == [300_000.0] * 5
+
+
+def test_curves_never_run_backwards():
+    story = told(60)
+    story._older = [replace(each, count=each.count - 2000) for each in story.view.rounds]
+    events = (progress(60, 250), RoundOrdered(13, "global", -1, "node0/worker0", 260, 61.0, {"node0/worker0": 9.0}))
+    counts = []
+    for n, what in enumerate(events):
+        story.take(Batch((Event(1000 + n, BEGIN + 60 + n, what),), 0, True))
+        loss = snapshot(story)["loss"]
+        assert loss["counts"] == sorted(loss["counts"])
+        counts.append([count for count, _ in loss["consensus"]])
+    older = range(-2000, -1449, 50)
+    assert counts == [[*older, *range(0, 551, 50)], [*older, *range(0, 251, 50), 260]]
+
+
+def test_rounds_stay_where_they_were_when_the_server_comes_back():
+    story = told(10)
+    report = REPORT | {"run": "", "stream": {"epoch": "f", "last": 0}}
+    story.take(Batch(connected=True, report=report, restarted=True))
+    story.take(Batch((Event(1, BEGIN + 100, progress(10, 100, ("node0/worker0", 50, 9000))),), 0, True))
+    assert [mark[0] for mark in snapshot(story)["whole"]["rounds"]] == [BEGIN, BEGIN + 5]
+
+
+def test_why_a_run_cannot_be_read_stays_until_it_can(monkeypatch):
+    class Moving(Reader):
+        """A reader that is told to go elsewhere, hears nothing for a while, and then the run."""
+
+        def read(self, timeout_s):
+            said.append(story.problem)
+            if len(said) == 4:
+                follower.stop()
+            if len(said) == 1:
+                raise JoinError("it has moved")
+            return Batch(connected=True, report=REPORT if len(said) == 3 else None)
+
+    monkeypatch.setattr(follow, "RETRY_S", 0.0)
+    said, story = [], Story()
+    follower = follow.Follower(Moving("tcp://127.0.0.1:9"), story, lambda text: None, lambda: False)
+    follower.run()
+    assert said == ["", "it has moved", "it has moved", ""]
 
 
 def test_it_offers_the_settings_that_a_run_can_change():
@@ -204,5 +284,10 @@ def test_the_report_of_a_run_is_one_file(servers, tmp_path):
     data = json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', text)[1])
     assert data["head"]["reason"] == "</script><b>all made" and data["loss"]["consensus"] == [[16, 1.5]]
     assert not re.search(r'(src|href)="(?!data:)', text[: text.index("<script")])
+    nameless = tmp_path / os.fsdecode(b"r\xff")
+    nameless.mkdir()
+    (nameless / "result.json").write_text(json.dumps(state))
+    done = CliRunner().invoke(main, ["report", str(nameless)])
+    assert done.exit_code == 0 and '/r?"' in (nameless / "report.html").read_text(), done.output
     refused = CliRunner().invoke(main, ["report", str(tmp_path / "nothing")])
     assert refused.exit_code == 1 and "there is no result.json" in refused.output

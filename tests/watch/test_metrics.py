@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lsgd.protocol.events import (
     RoundCompleted,
     RoundFailed,
     RoundOrdered,
+    RunChanged,
     RunProgress,
     WorkerChanged,
     WorkerJoined,
@@ -121,6 +123,13 @@ def test_counters_never_fall_when_the_server_is_started_again() -> None:
     assert after["lsgd_iterations_total",] == 15 and after["lsgd_server_restarts_total",] == 1
     assert after["lsgd_rounds_total", "global"] == 3 and after["lsgd_round_seconds_count", "global"] == 2
     assert (after["lsgd_sent_bytes_total", WHO], after["lsgd_compute_seconds_total", WHO]) == (200, 3.0)
+
+
+def test_who_leaves_because_the_run_ends_is_not_gone() -> None:
+    bench = fed()
+    bench.tell(RunChanged("stopping", "all_made", "all are made"), WorkerChanged(WHO, "left", "finished", "done"))
+    bench.tell(replace(progress(12), state="over"), WorkerChanged(OTHER, "left", "finished", "done"))
+    assert bench.view.counters.departures == {("straggler", "evicted"): 1}
 
 
 def test_iterations_that_are_made_again_count_again() -> None:

@@ -20,7 +20,7 @@ from lsgd.protocol.events import (
 from lsgd.protocol.messages import Generation
 from lsgd.watch.history import Series
 from lsgd.watch.reader import Batch
-from lsgd.watch.view import MAX_LINES, MAX_POINTS, MAX_ROUNDS, RunView, mean
+from lsgd.watch.view import MAX_LINES, MAX_POINTS, MAX_ROUNDS, RunView
 
 REPORT = {
     **{"run": "r", "state": "waiting", "reason": "why", "code": "joining", "algorithm": "leader", "period": 8},
@@ -76,18 +76,12 @@ def test_events_change_what_is_the_case() -> None:
     assert [line.words for line in view.log] == ["period 16"]
 
 
-def test_a_mean_that_overflows_is_no_loss() -> None:
-    assert mean([1.0, None, 3.0]) == 2.0
-    assert mean([1.7e308, 1.7e308]) is None
-
-
 def test_rate_and_time_left_follow_the_last_seconds() -> None:
     bench = Bench()
     view = bench.tell(progress(0, 0.0))
-    assert (view.rate, view.left_s) == (0.0, None)
+    assert (view.rate, view.left_s) == (None, None)
     view = bench.tell(*(progress(10 * n, 0.5 * n) for n in range(1, 51)))
     assert view.rate == 10.0 and view.left_s == 50.0
-    assert view.started_at == view.time - 500.0
     view = bench.tell(*(progress(500, 25.0) for _ in range(40)))
     assert (view.rate, view.left_s) == (0.0, None)
     view = bench.tell(*(progress(n, 25.0) for n in (400, 420)))  # it went back to a checkpoint
@@ -111,6 +105,27 @@ def test_gaps_are_the_times_that_a_worker_was_away() -> None:
     )
     gaps = [(gap.state, gap.code, gap.begin, gap.end) for gap in view.workers[WHO].gaps]
     assert gaps == [("straggler", "evicted", 1002.0, 1003.0), ("left", "silent", 1003.0, 1004.0)]
+
+
+def test_a_gap_ends_with_the_next_progress_although_events_were_lost() -> None:
+    view = Bench().tell(WorkerChanged(WHO, "straggler", "evicted", "slow"), progress(1, 1.0, state="straggler"))
+    assert [gap.end for gap in view.workers[WHO].gaps] == [None]
+    view.fold(Event(9, 1009.0, progress(2, 2.0, state="held")))
+    assert [(gap.begin, gap.end) for gap in view.workers[WHO].gaps] == [(1001.0, 1009.0)]
+
+
+def test_rounds_keep_their_times_when_the_server_is_started_again() -> None:
+    entry = {"round": 1, "scope": "global", "node": -1, "worker": WHO, "count": 8, "seconds": 1.0, "losses": {}}
+    bench = Bench(leaders=[entry, entry | {"round": 2, "seconds": 3.0}], stream={"epoch": "e", "last": 2})
+    bench.tell(Note("", "a line"))
+    assert [each.time for each in bench.view.rounds] == [None, None]
+    view = bench.tell(progress(12, 1.0), order(3))  # 12 s after the first round, at 1002
+    assert [each.time for each in view.rounds] == [991.0, 993.0, 1003.0]
+    report = REPORT | {"leaders": [entry | {"round": 4, "seconds": 14.0}], "stream": {"epoch": "f", "last": 1}}
+    view.take(Batch(connected=True, report=report, restarted=True))
+    view.fold(Event(1, 1090.0, order(4)))  # a new stream begins with its rounds
+    view.fold(Event(2, 1100.0, progress(15, 1.0)))
+    assert [each.time for each in view.rounds] == [991.0, 993.0, 1003.0, 1099.0]
 
 
 def test_what_a_report_includes_is_history_only() -> None:

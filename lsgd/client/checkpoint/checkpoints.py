@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -61,6 +61,9 @@ class Positioned(Protocol):
 
 
 P = TypeVar("P", bound=Positioned)
+
+Noted: TypeAlias = "tuple[weakref.ref[Positioned], dict[str, Any]]"
+"""A loader and a position of it."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class Checkpoints:
         self._random: dict[str, Any] = {}
         self._positions: list[dict[str, Any]] = []  # of loaders that do not exist yet
         self._loaders: list[weakref.ref[Positioned]] = []
+        self._noted: list[Noted] | None = None
         self._path: Path | None = None  # of the checkpoint that was restored
         self._is_finite = True  # as of the last snapshot
 
@@ -243,7 +247,20 @@ class Checkpoints:
         self._loaders.append(weakref.ref(loader))
         if self._positions:
             loader.take_position(self._positions.pop(0))
+        if self._noted is not None:
+            self._noted.append((self._loaders[-1], loader.position()))
         return loader
+
+    def note_positions(self) -> None:
+        """Save the loaders' present positions until the next call: what is drawn meanwhile is not trained on yet."""
+        self._noted = self._positions_now()
+
+    def forget_positions(self) -> None:
+        """Save the positions that loaders have when a checkpoint is taken, as before :meth:`note_positions`."""
+        self._noted = None
+
+    def _positions_now(self) -> list[Noted]:
+        return [(each, loader.position()) for each in self._loaders if (loader := each()) is not None]
 
     # -- saving ------------------------------------------------------------------------------------------------
 
@@ -275,9 +292,9 @@ class Checkpoints:
         """Copy the current state, for :meth:`save`; None if the model is not finite, or there is no folder."""
         if self.folder is None:
             return None
-        loaders = [loader for reference in self._loaders if (loader := reference()) is not None]
+        noted = self._positions_now() if self._noted is None else self._noted
         own = {
-            "loaders": [loader.position() for loader in loaders],
+            "loaders": [position for loader, position in noted if loader() is not None],
             "random": _random_state(next(self._model.parameters()).device),
             "losses": list(losses),
             "extra": self._saved_extra | {name: thing.state_dict() for name, thing in self._extra.items()},

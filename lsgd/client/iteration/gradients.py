@@ -123,6 +123,7 @@ class GradientExchange:
             if active.state is not State.EXCHANGING:
                 self._begin(active)
             if self._ddp is None:
+                self._check_complete(active, index, slot.name)
                 self._mark(active, index)
 
         return on_gradient
@@ -144,7 +145,8 @@ class GradientExchange:
         if active.state is not State.WAITING:
             raise LsgdError(
                 "a second backward pass in an iteration whose gradients have already been exchanged; wrap all but the "
-                "last one in `with worker.no_sync():`"
+                "last one in `with worker.no_sync():`. A reentrant checkpoint makes passes of its own: use "
+                "checkpoint(..., use_reentrant=False)"
             )
         active.to(State.EXCHANGING)
         active.missing = [set() for _ in self._buckets]
@@ -153,6 +155,15 @@ class GradientExchange:
                 active.missing[bucket].add(index)
         # Autograd calls this when the backward pass has computed everything, as in DistributedDataParallel.
         _at_end(lambda: self._end(active) if self._ddp is None else _at_end(lambda: self._end(active)))
+
+    def _check_complete(self, active: ActiveRound, index: int, name: str) -> None:
+        """Raise an error if a gradient has grown after a part of it has left."""
+        if any(bucket < active.launched for bucket in self._in_buckets[index]):
+            raise LsgdError(
+                f"the gradient of {name} has come a second time in one backward pass, and the first part of it is "
+                f"already being exchanged: a reentrant checkpoint computes its gradients in a pass of its own; use "
+                f"checkpoint(..., use_reentrant=False)"
+            )
 
     def _mark(self, active: ActiveRound, index: int) -> None:
         """Record that a gradient is there, and launch complete buckets, always in the same order."""
@@ -181,7 +192,8 @@ class GradientExchange:
         for index, slot in enumerate(self._slots):
             if slot.parameter.grad is None:
                 local(self._views[index]).zero_()
-                slot.parameter.grad = self._views[index]
+                if slot.parameter.requires_grad:  # else it was frozen since the join, and stays as it is
+                    slot.parameter.grad = self._views[index]
             else:
                 self._settle(index, slot.parameter, slot.name)
 

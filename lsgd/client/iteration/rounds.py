@@ -156,6 +156,9 @@ class Rounds:
             is_global = self.active is not None and self.active.order.scope == "global"
             heard = heard or (is_global and self.committed > before)
             ends = not continues or (is_global and self.committed > before and not waits)
+        if not self.has_consensus:
+            with self._replica.flat.current():
+                self._land_before_leaving()
         self.grants.stopped = True
         if not self.has_consensus:
             logger.info(
@@ -280,7 +283,7 @@ class Rounds:
             active.buffers = replica.exchange_buffers(group, active.order)
             commit = replica.exchange(group, active.order, active.finite_model)
             if not replica.algorithm.spans_backward:
-                self._agree(commit or Commit())
+                self._commit(commit)
                 self._later = active if commit is None else None
                 if commit is not None and active.order.scope == "global":
                     self._transfer_s = replica.algorithm.transfer_s
@@ -332,7 +335,7 @@ class Rounds:
         try:
             with self.stopwatch.spending("exchange"):
                 commit = self._replica.algorithm.after_backward(parameters, (), active.group, order)
-                self._agree(commit or Commit())
+                self._commit(commit)
                 self._replica.flat.write_back()
         except ExchangeError as error:
             logger.warning("round %d failed, the model is as before: %s", order.id, error)
@@ -353,12 +356,20 @@ class Rounds:
         """Commit a transfer that began in an earlier round, if one has arrived."""
         if commit is None:
             return
-        self._agree(commit)
-        if self._replica.algorithm.replaced:
-            clear(self._replica.optimizers)
+        self._commit(commit)
         if self._later is not None and self._later.order.scope == "global" and not self._later.order.new:
             self._transfer_s = self._replica.algorithm.transfer_s  # with newcomers there may be nothing to exchange
         self._later = None
+
+    def _commit(self, commit: Commit | None) -> None:
+        """Commit an exchange of models, unless it has only begun.
+
+        If it has replaced a model that was not finite, the optimizers' states and the gradients would break it again.
+        """
+        self._agree(commit or Commit())
+        if commit is not None and self._replica.algorithm.replaced:
+            clear(self._replica.optimizers)
+            self._replica.drop_gradients()
 
     def _agree(self, outcome: Commit | ExchangeError) -> list[float]:
         """Vote on this process's part of an exchange; if it has succeeded in all processes of the worker, commit it.
@@ -395,9 +406,6 @@ class Rounds:
         """Complete a round whose exchange is committed: save the checkpoint, and tell the servers."""
         assert self.active is not None
         self.active.buffers.apply()
-        # A round replaces a model that is not finite; non-finite states of optimizers would break it again.
-        if self._later is not self.active and not self._replica.lockstep and self.active.model_is_broken:
-            clear(self._replica.optimizers)
         self.active.to(State.COMMITTED)
         order = self.active.order
         self.committed, self.grants.lacking = order.id, self.active.lacking

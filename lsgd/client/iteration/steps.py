@@ -29,7 +29,7 @@ class Steps:
     """The steps of one worker. A step in which an optimizer steps is an iteration; other steps keep the grant.
 
     Attributes:
-        useful: whether this step called an optimizer, or added up gradients in ``no_sync()``.
+        useful: whether an optimizer has made this step, or it added up gradients in ``no_sync()``.
     """
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
@@ -193,7 +193,7 @@ class Steps:
         message = (
             f"{self._name}: {self._idle} steps without a step of a joined optimizer, so only {self._grants.done} "
             f"iterations count: optimizer.step() is missing, or its optimizer was created after Worker.join; or "
-            f"GradScaler skips every step because gradients are non-finite; or the loop evaluates, which belongs in "
+            f"every step is skipped because gradients are non-finite; or the loop evaluates, which belongs in "
             f"worker.pause(). To accumulate this many micro-batches, use worker.no_sync()"
         )
         if self._idle >= FAIL_AFTER_STEPS:
@@ -225,12 +225,11 @@ class Steps:
                 f"{self._name}: optimizer.step() after worker.pause() in the same step: the pause ended this iteration "
                 f"or gave it back to the run; pause after the step, or between two loops"
             )
-        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)  # args[0] is the optimizer
-        if not callable(closure) or self.rounds.gradients is None:
+        closure = closure_in(args, kwargs)
+        if closure is None or self.rounds.gradients is None:
             self.rounds.before_step()
             return None
-        others = {name: value for name, value in kwargs.items() if name != "closure"}
-        return (optimizer, self._evaluated_once(optimizer, closure), *args[2:]), others
+        return with_closure(self._evaluated_once(optimizer, closure), args, kwargs)
 
     def _evaluated_once(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that exchanges its gradients and may run once a step: all workers exchange equally often."""
@@ -252,10 +251,23 @@ class Steps:
         return evaluate
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.useful, self._idle = True, 0
         self._outside += not self._begun
         active = self.rounds.active
         # GradScaler always calls a fused optimizer, which skips the step itself if this tensor says so.
         found_inf = getattr(optimizer, "found_inf", None)
         skipped = (active is not None and active.skipped) or (found_inf is not None and bool(found_inf))
-        self._stepped |= not skipped
+        if not skipped:
+            self.useful, self._idle, self._stepped = True, 0, True
+
+
+def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure among the arguments of an optimizer's step, of which the first is the optimizer; or None."""
+    closure = kwargs.get("closure") or (*args, None)[1]
+    return closure if callable(closure) else None
+
+
+def with_closure(
+    closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of an optimizer's step with another closure."""
+    return (args[0], closure, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}

@@ -113,15 +113,16 @@ const charts = (() => {
       zmin: -0.5, zmax: ACTS.length - 0.5, colorscale: steps, hoverinfo: "none", hoverongaps: true,
     }];
     const end = span.begin + span.number * span.width_s;
+    const place = (r) => r[2] ? middle[r[2]] : (z.length - 2) / 2;  // of all bands where nobody leads
     for (const scope of ["local", "global"]) {
-      const rounds = span.rounds.filter((r) => r[1] === scope && r[2] in middle);
+      const rounds = span.rounds.filter((r) => r[1] === scope && place(r) !== undefined);
       traces.push({
-        x: rounds.map((r) => local(r[0])), y: rounds.map((r) => middle[r[2]]), type: "scatter", mode: "markers",
+        x: rounds.map((r) => local(r[0])), y: rounds.map(place), type: "scatter", mode: "markers",
         marker: {
           symbol: scope === "global" ? "diamond" : "circle", size: (scope === "global" ? 8 : 5) - (narrow || rounds.length > 80 ? 2 : 0), color: "#fff",
           line: { color: "#000", width: 1 },
         },
-        text: rounds.map((r) => `${scope} round ${r[6]}, ${plain(r[5])}${span.elects ? `<br>${plain(r[2])} leads` : ""}` +
+        text: rounds.map((r) => `${scope} round ${r[6]}, ${plain(r[5])}${r[2] ? `<br>${plain(r[2])} leads` : ""}` +
           (r[3] === null ? "" : `<br>took ${r[3].toPrecision(3)} s`) + (r[4] === null ? "" : `, ${bytes(r[4])}`)),
         hovertemplate: "%{text}<extra></extra>", showlegend: false,
       });

@@ -4,27 +4,27 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lsgd.algorithms import ALGORITHMS
+from lsgd.means import mean_of_finite
 from lsgd.plan.run import LENGTH_SETTINGS
 from lsgd.protocol.events import RunProgress
 from lsgd.settings import changeable
 from lsgd.watch.reader import Batch
-from lsgd.watch.view import RATE_OVER_S, SHARED, RoundView, RunView, Totals, WorkerView, mean
+from lsgd.watch.results import without_repeated
+from lsgd.watch.view import RATE_OVER_S, SHARED, TAKES_PART, RoundView, RunView, Totals, WorkerView
 
 RECENT_S = 240.0
 """How many seconds of the workers' reports are kept in full."""
 
 MAX_RECENT = 256
 """Most of these reports per worker."""
-
-_DRIFT_S = 2.0  # smaller differences between the clocks of a run's servers do not move the drawing
 
 
 class Story:
@@ -35,14 +35,12 @@ class Story:
 
     Attributes:
         recent: totals in the last :data:`RECENT_S`, by worker.
-        started_at: time of the first round, in seconds since the epoch; None: no round yet.
         problem: reason why nothing can be read; empty: no problem.
     """
 
     def __init__(self, older: Iterable[Mapping[str, Any]] = ()) -> None:
         self.view = RunView()
         self.recent: dict[str, deque[Totals]] = {}
-        self.started_at: float | None = None
         self.problem = ""
         self._older = [
             RoundView(r["round"], r["scope"], r["worker"], r["count"], r["seconds"], r["losses"]) for r in older
@@ -50,19 +48,14 @@ class Story:
 
     def take(self, batch: Batch) -> None:
         """Apply a reader's batch."""
-        run = self.view.run
-        self.view.take(replace(batch, events=()))
-        if run and run != self.view.run:
-            self.recent, self.started_at, self._older = {}, None, []
-        for event in batch.events:
-            self.view.fold(event)
+        if batch.report is not None and self.view.run not in ("", batch.report["run"]):
+            self.recent, self._older = {}, []
+        for event in self.view.taken(batch):
             if isinstance(event.what, RunProgress):
                 self._sample()
 
     def _sample(self) -> None:
-        began, end = self.view.started_at, self.view.time
-        if began is not None and (self.started_at is None or abs(began - self.started_at) > _DRIFT_S):
-            self.started_at = began
+        end = self.view.time
         for name, worker in self.view.workers.items():
             points = self.recent.setdefault(name, deque(maxlen=MAX_RECENT))
             last = worker.totals.last
@@ -72,10 +65,10 @@ class Story:
                 points.popleft()
 
     def loss_rounds(self) -> list[RoundView]:
-        """Return all rounds with known losses, by increasing count."""
+        """Return all rounds with known losses, by increasing count; of those that were repeated, the last."""
         known = list(self.view.rounds)
-        first = known[0].count if known else float("inf")
-        return [*(r for r in self._older if r.count < first), *known]
+        first = known[0].count if known else math.inf
+        return without_repeated([*(r for r in self._older if r.count < first), *known], attrgetter("count"))
 
 
 LEVELS = 20
@@ -131,10 +124,13 @@ def traffic(workers: Iterable[Sequence[Totals]], over: Columns) -> dict[str, lis
     return {"bytes_per_s": np.rint(sent.clip(0) / over.width_s).tolist(), "bytes_per_iteration": per}
 
 
-def pace(points: Sequence[Totals], over_s: float) -> dict[str, float | None]:
-    """Return a worker's recent iterations and bytes a second, compute time per iteration, and shares of time."""
+def pace(points: Sequence[Totals], over_s: float, now: float) -> dict[str, float | None]:
+    """Return a worker's iterations and bytes a second, compute time per iteration, and shares of time.
+
+    They are those of the ``over_s`` seconds up to ``now``; None: it did not report twice in that time.
+    """
     names = ("rate", "compute_s", "compute", "waiting", "exchange", "bytes_per_s")
-    points = [p for p in points if p.time >= points[-1].time - over_s]
+    points = [p for p in points if p.time >= now - over_s]
     if len(points) < 2:
         return dict.fromkeys(names)
     first, last = points[0], points[-1]
@@ -167,6 +163,7 @@ def snapshot(story: Story) -> dict[str, Any]:
     """Return the page's data for a running run."""
     view = story.view
     shown = list(view.workers.values())[:MAX_WORKERS]
+    workers = [_worker(story, worker) for worker in view.workers.values()]
     return {
         "connected": view.connected,
         "problem": story.problem,
@@ -175,8 +172,8 @@ def snapshot(story: Story) -> dict[str, Any]:
         "recent": _window(story, shown, recent=True),
         "whole": _window(story, shown, recent=False),
         "gaps": [[w.worker, g.state, g.code, g.reason, g.begin, g.end] for w in shown for g in w.gaps],
-        "workers": [_worker(story, w) for w in shown],
-        "more_workers": len(view.workers) - len(shown),
+        "workers": workers[:MAX_WORKERS],
+        "sums": _sums(workers),
         "log": [list(line) for line in list(view.log)[-MAX_LINES:]],
         "settings": dict(view.settings),
         "names": setting_names(view.algorithm),
@@ -213,19 +210,21 @@ def setting_names(algorithm: str) -> list[str]:
 def losses(story: Story, workers: Sequence[str], now: tuple[int, Mapping[str, float | None]] | None) -> dict[str, Any]:
     """Return the curves: of each worker, of the mean at global rounds, and where the leader changes, if leaders matter.
 
-    The last point is ``now``, if given: the run's current count and losses.
+    The last point is ``now``, if given: the run's current count and losses, unless the last round is newer.
     """
     rounds = story.loss_rounds()
     most = min(MAX_POINTS, max(MIN_POINTS, MAX_LOSSES // max(1, len(workers))))
-    kept = [(r.count, r.losses) for r in _thinned(rounds, most)] + ([now] if now else [])
+    kept = [(r.count, r.losses) for r in _thinned(rounds, most)]
+    if now and (not kept or kept[-1][0] <= now[0]):
+        kept.append(now)
     leads = [r for r in rounds if r.scope == "global"]
     changes = [r for i, r in enumerate(leads) if i == 0 or leads[i - 1].leader != r.leader]
     changes = changes if story.view.elects else []
     return {
         "counts": [count for count, _ in kept],
         "workers": {w: [_number(by_worker.get(w)) for _, by_worker in kept] for w in workers},
-        "consensus": [[r.count, _number(mean(r.losses.values()))] for r in _thinned(leads, MAX_POINTS)],
-        "leaders": [[r.count, _number(mean(r.losses.values())), r.leader] for r in _thinned(changes, MAX_MARKS)],
+        "consensus": [[r.count, _mean(r)] for r in _thinned(leads, MAX_POINTS)],
+        "leaders": [[r.count, _mean(r), r.leader] for r in _thinned(changes, MAX_MARKS)],
         "leader_changes": max(0, len(changes) - 1),
     }
 
@@ -243,13 +242,26 @@ def _worker(story: Story, worker: WorkerView) -> dict[str, Any]:
         "loss": _number(worker.loss),
         "heard_s": round(worker.heard_s, 1),
         "sent_nbytes": last.sent_nbytes if last else None,
-        **pace(story.recent.get(worker.worker, ()), RATE_OVER_S),
+        **pace(story.recent.get(worker.worker, ()), RATE_OVER_S, story.view.time),
+    }
+
+
+def _sums(workers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the page says of all workers, also of those that it does not show."""
+    sent = [worker["sent_nbytes"] for worker in workers if worker["sent_nbytes"] is not None]
+    return {
+        "workers": len(workers),
+        "out": sum(worker["state"] not in TAKES_PART for worker in workers),
+        "done": sum(worker["done"] for worker in workers),  # since the run was resumed, as the bytes are
+        "sent_nbytes": sum(sent) if sent else None,
+        "bytes_per_s": sum(worker["bytes_per_s"] or 0.0 for worker in workers),
     }
 
 
 def _window(story: Story, shown: Sequence[WorkerView], *, recent: bool) -> dict[str, Any] | None:
     """Return the timeline of the last minutes, or of all that is known."""
-    points = {w.worker: list(story.recent.get(w.worker, ()) if recent else w.totals) for w in shown}
+    workers = story.view.workers.values()
+    points = {w.worker: list(story.recent.get(w.worker, ()) if recent else w.totals) for w in workers}
     begins = [each[0].time for each in points.values() if each]
     end = story.view.time
     if not begins or end <= min(begins):
@@ -257,19 +269,20 @@ def _window(story: Story, shown: Sequence[WorkerView], *, recent: bool) -> dict[
     begin = max(min(begins), end - RECENT_S) if recent else min(begins)
     over = columns(begin, end, MAX_COLUMNS, least_s=2.0)
     marks: list[list[Any]] = []
-    if story.started_at is not None:
-        timed = [(story.started_at + r.seconds, r) for r in story.view.rounds]
-        for scope in ("global", "local"):
-            inside = [(t, r) for t, r in timed if r.scope == scope and t >= over.begin]
-            marks += [_mark(t, r) for t, r in _thinned(inside, MAX_MARKS)]
-    rows = {name: shares(each, over) for name, each in points.items()}
-    drawn = {"rows": rows, "rounds": marks, "elects": story.view.elects}
-    return over._asdict() | traffic(points.values(), over) | drawn
+    timed = [(r.time, r) for r in story.view.rounds if r.time is not None and r.time >= over.begin]
+    for scope in ("global", "local"):
+        marks += [_mark(t, r) for t, r in _thinned([each for each in timed if each[1].scope == scope], MAX_MARKS)]
+    rows = {w.worker: shares(points[w.worker], over) for w in shown}
+    return over._asdict() | traffic(points.values(), over) | {"rows": rows, "rounds": marks}
 
 
 def _mark(time: float, r: RoundView) -> list[Any]:
     """Return a round as a list: time, scope, leader, duration, bytes, state, id."""
     return [round(time, 2), r.scope, r.leader, _number(r.took_s), r.sent_nbytes, r.state, r.round]
+
+
+def _mean(r: RoundView) -> float | None:
+    return _number(mean_of_finite(r.losses.values()))
 
 
 def _thinned(items: Sequence[T], most: int) -> list[T]:

@@ -87,10 +87,10 @@ class Follower(threading.Thread):
             end = time.monotonic() + TELL_EVERY_S
             while time.monotonic() < end:
                 batch = self._reader.read(READ_S)
-                self._story.problem = ""
                 with self._taking:
                     self._story.take(batch)
-                new |= bool(batch.events) or batch.report is not None
+                if batch.events or batch.report is not None:
+                    new, self._story.problem = True, ""
                 if not batch.more:
                     break
         except LsgdError as error:

@@ -40,11 +40,8 @@ function write() {
   at("percent").textContent = percent(head.share);
   at("share").parentElement.hidden = !head.iterations && !head.share;  // a run without an end
   at("period").textContent = head.period ? `period ${head.period}: ${head.period_reason}` : "";
-  const sums = data.workers.reduce((sum, w) => [sum[0] + (w.bytes_per_s || 0), sum[1] + (w.sent_nbytes || 0)], [0, 0]);
-  const made = data.workers.reduce((sum, w) => sum + w.done, 0); // since the run was resumed, as the bytes are
-  const known = data.workers.some((w) => w.sent_nbytes !== null);
-  const many = data.workers.length, out = data.workers.filter((w) => OUT.includes(w.state)).length;
-  const there = isOver() || !out ? many : `${many - out} of ${many}`;
+  const { workers, out, done, sent_nbytes: sent, bytes_per_s: perSecond } = data.sums;
+  const there = isOver() || !out ? workers : `${workers - out} of ${workers}`;
   tiles({
     iterations: number(head.count) + (head.iterations ? ` of ${number(head.iterations)}` : ""),
     rate: head.rate === null ? "–" : `${number(head.rate, 3)}/s`,
@@ -54,8 +51,8 @@ function write() {
     rounds: `${number(head.rounds_global)} global, ${number(head.rounds_local)} local`,
     workers: `${there} on ${head.nodes} node${head.nodes === 1 ? "" : "s"}`,
     generation: head.generation,
-    ...(known ? { sent: live ? `${charts.bytes(sums[0])}/s` : charts.bytes(sums[1]),
-      "sent per iteration": made ? charts.bytes(sums[1] / made) : "–" } : {}),
+    ...(sent === null ? {} : { sent: live ? `${charts.bytes(perSecond)}/s` : charts.bytes(sent),
+      "sent per iteration": done ? charts.bytes(sent / done) : "–" }),
   });
   at("leaders").textContent = data.loss.leader_changes ? `leader changes: ${data.loss.leader_changes}` : "";
   table();
@@ -120,7 +117,8 @@ function table() {
     row.querySelector("small").textContent = OUT.includes(w.state) ? w.reason || w.code : "";
     names.forEach((name, k) => { if (k) row.children[k].textContent = COLUMNS[name](w); });
   });
-  at("more-workers").textContent = data.more_workers ? `… and ${data.more_workers} more: lsgd status lists all` : "";
+  const more = data.sums.workers - data.workers.length;
+  at("more-workers").textContent = more > 0 ? `… and ${more} more: lsgd status lists all` : "";
 }
 
 function log() {
@@ -264,7 +262,7 @@ function take(text) {
 
 function listen() {
   source = new EventSource("events");
-  source.onmessage = (event) => { heardAt = Date.now(); if (event.data !== "{}") take(event.data); };
+  source.onmessage = (event) => { heardAt = Date.now(); take(event.data); };
   source.addEventListener("alive", () => { heardAt = Date.now(); });
   source.onopen = () => { heardAt = Date.now(); banner(); };
   source.onerror = () => {

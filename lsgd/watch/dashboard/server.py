@@ -277,7 +277,7 @@ class _Change(_Handler):
                 message = self._message(what)
                 loop = asyncio.get_running_loop()
                 status = await loop.run_in_executor(None, ask, self.dashboard.address, message, self.dashboard.keys)
-                self.finish({"count": status["count"], "reason": status["reason"]})
+                self.finish({"count": status["count"]})
             except LsgdError as error:
                 self.set_status(400)
                 self.finish({"error": str(error)})
