@@ -136,9 +136,7 @@ class Standbys:
     ) -> Iterator[tuple[bytes, Copy]]:
         """Yield what to send now, each with the peer that gets it; ``captured`` returns the state for JSON."""
         chosen = self._choose(state, now)
-        if not chosen:
-            return
-        if self._is_due(state, now):
+        if chosen and self._is_due(state, now):
             self._capture(state, now, captured)
         if self.trouble:
             return
