@@ -26,7 +26,7 @@ def serve(state: RunState, member: Member) -> None:
         answers.dismiss(state, member)
     elif member.state is MemberState.CUT:
         answers.repeat(state, member)
-    elif member.finished and (member.synced or state.course.schedule.identical):
+    elif member.finished and not state.stopping and (member.synced or state.course.schedule.identical):
         state.changes += 1
         finishes = Why.FINISHES(worker=member.worker, done=member.done)
         state.note(finishes)
