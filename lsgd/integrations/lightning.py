@@ -79,7 +79,7 @@ class LsgdCallback(Integration, Callback):
         if self._stream is not None and self._restored:
             self._stream.load_state_dict(self._restored)
         self._in_step = self._away = self._closed = False
-        worker = self._join(pl_module, trainer.optimizers)
+        worker = self._join(pl_module, trainer.optimizers, getattr(trainer.precision_plugin, "scaler", None))
         if self._stream is not None and loader.num_workers:  # its processes have already prefetched from all the data
             iter(trainer.fit_loop._data_fetcher)
         rank_zero_only.rank = 0 if worker.first else max(1, worker.rank)

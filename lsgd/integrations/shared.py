@@ -66,11 +66,11 @@ class Integration:
         self._stream = ShardStream(len(loader.dataset), len(batches) * self._batch_size, self._place, seed, shuffle)
         batches.sampler = self._stream
 
-    def _join(self, model: nn.Module, optimizers: Any) -> Worker:
-        options = dict(self._options)
-        if self._stream is not None:
-            options["extra"] = {**(options.get("extra") or {}), "lsgd_stream": self._stream}
-        self._worker = Worker.join(model, optimizers, **options)
+    def _join(self, model: nn.Module, optimizers: Any, scaler: Any) -> Worker:
+        """Join the run; ``scaler`` is the trainer's GradScaler, or None."""
+        own = {"lsgd_stream": self._stream, "lsgd_scaler": scaler}
+        extra = {**(self._options.get("extra") or {}), **{name: x for name, x in own.items() if x is not None}}
+        self._worker = Worker.join(model, optimizers, **{**self._options, "extra": extra})
         return self._worker
 
     def _place(self) -> tuple[int, int]:
