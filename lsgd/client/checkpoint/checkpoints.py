@@ -325,7 +325,9 @@ class Checkpoints:
             return Snapshot(count, pack(state)) if self.writes else None
         except TypeError as error:
             logger.warning(
-                "no checkpoint is written: %s, and a checkpoint holds tensors, numbers and texts only", error
+                "no checkpoint is written: %s, and a checkpoint holds numbers, texts, and tensors in the dtypes of "
+                "safetensors only",
+                error,
             )
             return None
 
