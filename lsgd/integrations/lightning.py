@@ -55,16 +55,6 @@ class LsgdCallback(Integration, Callback):
         assert self._worker is not None, "the worker joins when training begins"
         return self._worker
 
-    @property
-    def rank(self) -> int:
-        """This worker's rank in the run, 0 before training."""
-        return self._place()[0]
-
-    @property
-    def first(self) -> bool:
-        """Whether this worker saves for all, ``if callback.first: trainer.save_checkpoint(...)``; at first true."""
-        return self._worker is None or self._worker.first
-
     # -- the hooks of a Trainer, in their order ----------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -50,6 +50,16 @@ class Integration:
         self._batch_size = 0
         self._muted = ExitStack()
 
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the run, 0 before training."""
+        return self._place()[0]
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker saves for all; true before training: ``if callback.first: trainer.save_model()``."""
+        return self._worker is None or self._worker.first
+
     def _shard(self, loader: Any, seed: int, shuffle: bool) -> None:
         """Replace a DataLoader's sampler with this worker's shards; a pass keeps its number of batches, all full."""
         if not self._shards:

@@ -63,16 +63,6 @@ class LsgdCallback(Integration, TrainerCallback):
         """The worker; None before training begins."""
         return self._worker
 
-    @property
-    def rank(self) -> int:
-        """This worker's rank in the run, 0 before training."""
-        return self._place()[0]
-
-    @property
-    def first(self) -> bool:
-        """Whether this worker saves for all; true before training: ``if callback.first: trainer.save_model()``."""
-        return self._worker is None or self._worker.first
-
     def __enter__(self) -> Self:
         return self
 
