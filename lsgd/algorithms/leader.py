@@ -112,6 +112,7 @@ class LeaderSGD(Delayed):
     def __init__(self, settings: LeaderSettings, parameters: Flat) -> None:
         super().__init__()
         self.settings = settings
+        settings.make_codec().prepare(parameters)
         self._global = _LeaderCopy(clones(parameters), settings)
         self._local: _LeaderCopy | None = None
 

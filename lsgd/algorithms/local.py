@@ -210,7 +210,7 @@ class LocalSGD(Delayed):
         self._fragments = _places(parameters, settings.fragments, self._codec.unit)
         self._feedback: list[list[ErrorFeedback]] = []
         if not self._codec.lossless:
-            self._codec.prepare(parameters[0].device if parameters else torch.device("cpu"))
+            self._codec.prepare(self.common)
             self._feedback = [
                 [ErrorFeedback(place.stop - place.start, x.device) for x, place in zip(parameters, places, strict=True)]
                 for places in self._fragments
