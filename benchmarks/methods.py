@@ -45,12 +45,10 @@ OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     "local-2bit-delay": lambda period: LocalSettings(period=period, compression="levels2", delay=period // 3, keep=1.0),
     "local-2bit-delay-half": lambda period: LocalSettings(period=period, compression="levels2", delay=period // 3),
     "local-2bit-plain": lambda period: PlainLocal(period=period, compression="levels2"),
-    "local-1bit": lambda period: LocalSettings(period=period, compression="levels1"),
     "local-2bit-fragments": lambda period: LocalSettings(
         period=period, compression="levels2", fragments=4, delay=period // 8
     ),
     "sparse": lambda period: SparseSettings(period=period),
-    "sparse-contributors": lambda period: SparseSettings(period=period, divisor="contributors"),
     "diloco": lambda period: DiLoCoSettings(period=period),
     "allreduce": lambda period: AllReduceSettings(),
     "bytegrad": lambda period: ByteGradSettings(),
@@ -99,9 +97,9 @@ LABELS: Mapping[str, str] = {
 
 SAME_MESSAGES = (
     *("leader-strong", "leader-progress", "leader-probe", "leader-probe-strong", "leader-loss"),
-    *("local-warm", "local-closing", "local-ramps", "local-2bit-plain", "sparse-contributors"),
+    *("local-warm", "local-closing", "local-ramps", "local-2bit-plain"),
 )
-"""Methods that send what ``leader``, ``local`` or ``sparse`` sends; they differ in what is learned, or how often."""
+"""Methods that send what ``leader`` or ``local`` sends; they differ in what is learned, or how often."""
 
 ALL = (ONE_MACHINE, ONE_MACHINE_SAMPLES, ALONE, *BASELINES, *OURS)
 """Names of all methods, in the order of tables."""

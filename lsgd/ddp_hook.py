@@ -59,7 +59,8 @@ class QuantizedState:
         self.seed = seed
         self.step = 0
         self.feedback: dict[int, ErrorFeedback] = {}
-        group = _RankGroup(dist.new_group(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        group = _RankGroup(dist.new_group(ranks, use_local_synchronization=True))
         self._all_reduce = QuantizedAllReduce(group, rounding_codec(codec, block or 0, rounding), rounding=rounding)
         self._background = Background()
         self._pipeline = Pipeline()
@@ -127,12 +128,14 @@ class _RankGroup(Group):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._backend = dist.get_backend(group)
+        # The group's one name may be "undefined", if torch has chosen the backends, or name several.
+        self._has_nccl = "cuda:nccl" in dist.get_backend_config(group).split(",")
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
-        if self._backend == "nccl":
-            return begin_exchange(self._group, sends, receives, batch=next(iter(receives.values())).device)
+        device = next(iter(receives.values())).device
+        if device.type == "cuda" and self._has_nccl:
+            return begin_exchange(self._group, sends, receives, batch=device)
         # Gloo sends from host memory only.
         incoming = {rank: x if x.is_cpu else torch.empty_like(x, device="cpu") for rank, x in receives.items()}
         transfer = begin_exchange(self._group, {rank: x.cpu() for rank, x in sends.items()}, incoming)

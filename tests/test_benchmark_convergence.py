@@ -110,12 +110,14 @@ def test_what_is_reported_has_no_trials_and_the_best_learning_rate() -> None:
         for trial, loss in zip(tuning.trials([training]), (0.1, 0.8, 0.2, math.nan, 0.4, 0.4), strict=True)
     ]
     assert {trial["seed"] for trial in trials} == set(tuning.SEEDS)
-    assert tuning.tuned([training], trials[:5]) == []  # a trial has failed
-    (best,) = tuning.tuned([training], trials)
+    assert tuning.tuned([training], trials[:5], 1.0) == []  # a trial has failed
+    other = tuning.trials([replace(training, learning_rate_times=4.0)])
+    trials += [{**asdict(trial), "final_loss": 0.1} for trial in other if trial.learning_rate_times > 2]
+    (best,) = tuning.tuned([training], trials, 1.0)
     assert best == replace(training, learning_rate_times=2.0)
     untuned = {**asdict(replace(training, method="leader")), "final_loss": 0.7}
     rows = [*trials, {**asdict(training), "final_loss": 0.6}, {**asdict(best), "final_loss": 0.3}, untuned]
-    assert tuning.reported(rows) == rows[-2:]
+    assert tuning.reported(rows, 1.0) == rows[-2:]
 
 
 @slow
@@ -197,16 +199,18 @@ def test_the_time_to_a_target_is_steps_times_the_time_of_a_step_of_the_same_peri
         *(trained("ddp", 0, 0, 100, 0.98), trained("ddp", 0, 1, 300, 0.98)),
         *(trained("leader", 16, 0, 110, 0.97), trained("leader", 16, 1, None, 0.98)),
         trained("leader", 64, 0, 120, 0.96),
+        trained("bytegrad", 0, 0, 400, 0.96),
     ]
-    measured = [("ddp", 4, 0.5), ("leader", 4, 0.1), ("leader", 2, 0.05)]
+    measured = [("ddp", 4, 0.5), ("leader", 4, 0.1), ("leader", 2, 0.05), ("bytegrad", 4, 0.1)]
     results = [{"method": m, "link": "100mbit", "nodes": nodes, "step_s": s} for m, nodes, s in measured]
     network = {"settings": {"period": 16}, "results": results}
-    assert convergence_tables.task_table(rows, "digits", network, "100mbit", 4).splitlines()[-3:] == [
+    assert convergence_tables.task_table(rows, "digits", network, "100mbit", 4).splitlines()[-4:] == [
         "| ddp |  | 200 ± 141 | 2 of 2 | 1.00 | 0.9800 ± 0.0000 |  | 500.0 | 100.0 | 1.00 |",
-        "| leader | 16 | 110 | 1 of 2 | 1.10 | 0.9750 ± 0.0071 | -0.50 ± 0.71 | 100.0 | 11.0 | 4.55 |",
+        "| leader | 16 | 110 | 1 of 2 | 1.10 | 0.9750 ± 0.0071 | -0.50 ± 0.71 | 100.0 | never |  |",
         "| leader | 64 | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |  |  |  |",
+        "| bytegrad |  | 400 | 1 of 1 | 4.00 | 0.9600 | -2.00 | 100.0 | 40.0 | 2.50 |",
     ]
-    assert convergence_tables.task_table(rows, "digits").splitlines()[-1] == (
+    assert convergence_tables.task_table(rows, "digits").splitlines()[-2] == (
         "| leader | 64 | 120 | 1 of 1 | 1.20 | 0.9600 | -2.00 |"
     )
 
@@ -244,7 +248,7 @@ def test_the_table_of_losses_has_bytes_and_computed_seconds() -> None:
     assert columns.count("computed s to the target") == 3
     assert lines == [
         "| alone |  | 2 | 0.8000 | 4.000 | 0.00 |  | never | never | never |",
-        "| local | 16 | 2 | 0.4000 ± 0.1414 | 1.375 ± 0.177 | 62.50 | 16 | 2.1 | 3.0 | 12.0 |",
+        "| local | 16 | 2 | 0.4000 ± 0.1414 | 1.375 ± 0.177 | 62.50 | 16 | never | never | never |",
         "| allreduce |  | 2 | 0.3000 ± 0.1414 | 1.000 | 1000.00 | 1 | 3.6 | 18.0 | 162.0 |",
     ]
     old = [{k: v for k, v in row.items() if k not in ("sent_nbytes", "compute_s")} for row in rows]

@@ -8,14 +8,24 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.model_averaging import utils
 
 from benchmarks import tables
+from benchmarks.baselines import ddp
+from benchmarks.baselines.member import Member
 from benchmarks.efficiency.__main__ import row as efficiency_row
 from benchmarks.efficiency.run import Measured
+from benchmarks.endtoend import recorder
+from benchmarks.endtoend.runs import result_of
 from benchmarks.endtoend.tables import table_of
 from benchmarks.mixing import measure, mixing
 from benchmarks.network import tables as network_tables
+from benchmarks.newcomer import __main__ as newcomer
+from benchmarks.testbed.launch import RunFailedError
 from benchmarks.transport.member import VERBS
+from benchmarks.workloads import WideDigits
 
 from .integration.running import FORKS, LIGHT
 from .needs import to_install
@@ -245,14 +255,71 @@ def test_the_table_of_endtoend_has_medians_and_ratios_only_where_both_reached_th
 
 def test_the_table_of_endtoend_names_the_optimizer_and_takes_another_target() -> None:
     common = {"method": "ddp", "steps": 80, "sent_nbytes": 2.1e6, "step_s": 0.5, "final_accuracy": 0.98}
-    curve = [(8, 4.0, 2.0, 0.3), (16, 8.0, 1.0, 0.5)]
+    muon, other = ({"optimizer": "muon", "learning_rate_times": times} for times in (4.0, 2.0))
+    learners = ({}, muon, {**muon, "method": "leader"}, {**other, "method": "leader"})
     rows = [
-        {**common, "final_loss": 1.0, "curve": curve, "seconds_to_target": None, "steps_to_target": None, **learner}
-        for learner in ({}, {"optimizer": "muon", "learning_rate_times": 4.0})
+        {**common, "final_loss": 1.0, "seconds_to_target": None, "steps_to_target": None, **learner}
+        | {"curve": [(8, 4.0, 2.0, 0.3), (16, 8.0 / (1 + number), 1.0, 0.5)]}
+        for number, learner in enumerate(learners)
     ]
     names = ["DistributedDataParallel", "DistributedDataParallel, Muon, rate times 4"]
-    assert [line.split(" | ")[0] for line in table_of(rows).splitlines()[-2:]] == [f"| {name}" for name in names]
-    assert [line.split(" | ")[3:7] for line in table_of(rows, 1.5).splitlines()[-2:]][1] == ["8.0", "", "1.00", "16"]
+    names += ["lsgd leader, Muon, rate times 4", "lsgd leader, Muon, rate times 2"]
+    assert [line.split(" | ")[0] for line in table_of(rows).splitlines()[-4:]] == [f"| {name}" for name in names]
+    lines = [line.split(" | ") for line in table_of(rows, 1.5).splitlines()[-4:]]
+    assert [line[3] for line in lines] == ["8.0", "4.0", "2.7", "2.0"]
+    assert [line[5] for line in lines] == ["1.00", "1.00", "1.50", ""], "beside DDP with the same optimizer and rate"
+    assert [line[8] for line in lines] == ["1.00", "1.00", "1.00", ""]
+
+
+@pytest.mark.parametrize(("period", "step_s", "sent_nbytes"), [(16, 1.5, 6.25), (1, 1.6, 7.5)])
+def test_a_step_of_endtoend_has_its_share_of_whole_periods(
+    tmp_path: Path, period: int, step_s: float, sent_nbytes: float
+) -> None:
+    """Of 48 steps of 1 s, each sixteenth also sends 100 bytes in 8 s; the models are tested every eight."""
+    exchanges = {step: step // 16 for step in range(8, 49, 8)}
+    marks = [{"step": step, "at_s": step + 8.0 * n, "sent_nbytes": 100 * n} for step, n in exchanges.items()]
+    (tmp_path / recorder.MARKS).write_text(json.dumps(marks))
+    task = WideDigits(width=2)
+    models = torch.zeros(len(marks), sum(x.numel() for x in task.model().parameters()))
+    models.numpy().tofile(tmp_path / recorder.SNAPSHOTS)
+    result = result_of(task, [tmp_path], period)
+    assert (result.steps, result.step_s, result.sent_nbytes) == (48, step_s, sent_nbytes)
+
+
+def test_a_round_that_a_fault_hits_is_a_pause() -> None:
+    steps = [0.0, 1.0, 2.0, 12.0, 13.0, 19.0, 20.0, 26.0]
+    assert newcomer.compared(steps, 5.0, 19.5, 1.0) == ([4.0, 0.0], 5.0)
+    with pytest.raises(RunFailedError, match="before the newcomer trained, no round"):
+        newcomer.compared(steps, 12.5, 13.5, 1.0)
+    with pytest.raises(RunFailedError, match="after the newcomer trained, no round"):
+        newcomer.compared(steps, 5.0, 26.5, 1.0)
+
+
+def test_results_of_other_settings_are_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "newcomer.json"
+    kept.write_text('{"settings": {"period": 1}, "results": []}')
+    monkeypatch.setattr(sys, "argv", ["benchmarks.newcomer", "--json", str(kept)])
+    assert newcomer.main() == 2
+    assert f"error: {kept} has results with other settings" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by the import of torch.distributed.optim
+def test_post_local_sgd_averages_after_each_period_and_leaves_the_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    averaged = []
+    monkeypatch.setattr(utils, "average_parameters_or_parameter_groups", lambda *_: averaged.append(step))
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sgd = torch.optim.SGD(model.parameters(), 0.1)
+        with ddp.post_local_sgd(model, sgd, Member(0, ["127.0.0.1"], 4, 1)) as (wrapped, optimizer):
+            for step in range(1, 10):  # noqa: B007
+                optimizer.step()
+        assert averaged == [4, 8]
+        assert not wrapped.broadcast_buffers
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_ratio_of_step_times_is_the_median_of_those_within_a_turn() -> None:

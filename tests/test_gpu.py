@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import packages_distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import pytest
 import torch
 from torch.autograd import DeviceType
 
-from benchmarks.gpu import gpt_worker, tables
+from benchmarks.gpu import environment, gpt, gpt_worker, tables
 from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.cases import Case, Done, Finding, NotHereError, Part, Setup, carry_out, judged
+from benchmarks.gpu.gpt_training import Meter, parser
 from benchmarks.gpu.gpt_worker import Profile
 from benchmarks.testbed.launch import RunFailedError
 
@@ -80,6 +82,18 @@ class TestCases:
         assert sum(what.endswith("`") for what in whats) == 10
         assert any("gloo" in what for what in whats), "two processes on one GPU have no NCCL"
 
+    def test_muon_is_not_tried_with_a_torch_that_has_none(self, monkeypatch, tmp_path):
+        monkeypatch.delattr(torch.optim, "Muon")
+        setup = Setup("cpu", tmp_path)
+        ((_, result, why),), _ = carried_out(*(c for c in PARTS[3](setup).cases if c.what.endswith("Muon")))
+        assert result == "not run" and "has no Muon" in why
+
+    def test_each_method_has_each_link_of_gpt_for_itself(self, monkeypatch):
+        monkeypatch.setattr(gpt, "_links", lambda: (gpt.LINKS_TRIED, ""))
+        whats = [case.what for case in PARTS[4](Setup("cuda", Path())).cases]
+        methods = ("`local` in 2 bits with delay", "`leader` in 8 bits with delay", "DistributedDataParallel over Gloo")
+        assert whats[-6:] == [f"{method}, {link}" for link in gpt.LINKS_TRIED for method in methods]
+
 
 ROWS = [
     {"part": 1, "what": "tests", "result": "passed", "measured": "9 tests", "wanted": "", "why": "", "seconds": 3.2},
@@ -116,6 +130,14 @@ class TestTables:
         assert "[1 passed, 1 failed, 1 need a GPU](benchmarks/results/gpu.md) on 2026-12-24" in on_gpu
 
 
+def test_a_worker_of_gpt_is_measured_from_its_first_step_whatever_came_before(tmp_path):
+    given = parser().parse_args(["--size=small", "--steps=3", "--warm-up=2", f"--notes={tmp_path}"])
+    (tmp_path / "go").touch()
+    meter = Meter(given, 0, 1, torch.device("cpu"))
+    assert [meter.step_begins() for _ in range(4)] == [False, False, False, True]
+    assert meter.all_have_measured()
+
+
 def test_the_profile_counts_what_waits_in_steps_without_a_round(monkeypatch):
     """With a look at an element, which waits for a GPU, in the place of CUDA's calls."""
     monkeypatch.setattr(gpt_worker, "WAITING", {"aten::_local_scalar_dense"})
@@ -148,6 +170,19 @@ def test_in_small_all_parts_run_without_a_gpu(tmp_path):
     assert (found["gpu"], found["device"]) == ("", "cpu")
     assert tables.table_of(found["results"]) in output
     assert tables.table_of(found["results"]) in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.slow
+def test_all_parts_need_only_the_packages_that_are_brought():
+    extras = environment.PROJECT["optional-dependencies"].values()
+    brought = {environment.name_of(text) for text in environment.requirements()}
+    lacking = {environment.name_of(text) for extra in extras for text in extra} - brought
+    missing = [module for module, names in packages_distributions().items() if lacking.issuperset(names)]
+    programs = ("__main__", "digits_worker", "gpt_worker", "gpt_baseline")
+    modules = ", ".join(f"benchmarks.gpu.{name}" for name in programs)
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import tests.conftest, {modules}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 class TestEnvironment:

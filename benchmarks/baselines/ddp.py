@@ -53,7 +53,7 @@ def ddp_powersgd(rank: int) -> Attach:
 
 @contextlib.contextmanager
 def post_local_sgd(model: nn.Module, optimizer: torch.optim.Optimizer, member: Member) -> Iterator[Pair]:
-    """PostLocalSGDOptimizer from the first step on, with no exchange of gradients."""
+    """PostLocalSGDOptimizer: no exchange of gradients or buffers, and an average after each period."""
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
         PostLocalSGDState,
         post_localSGD_hook,
@@ -63,7 +63,8 @@ def post_local_sgd(model: nn.Module, optimizer: torch.optim.Optimizer, member: M
 
     own = [dist.new_group([rank]) for rank in range(member.size)][member.rank]
     wrapped = DistributedDataParallel(model)
+    wrapped.broadcast_buffers = False  # the argument has another name in newer torch
     state = PostLocalSGDState(None, own, start_localSGD_iter=0, post_local_gradient_allreduce=False)
     wrapped.register_comm_hook(state, post_localSGD_hook)
-    averager = PeriodicModelAverager(period=member.period, warmup_steps=0)
+    averager = PeriodicModelAverager(period=member.period, warmup_steps=member.period - 1)
     yield wrapped, PostLocalSGDOptimizer(optimizer, averager)

@@ -47,6 +47,7 @@ def joined(
     store = f"tcp://{member.first_address}:{port}"
     dist.init_process_group("gloo", init_method=store, rank=member.rank, world_size=member.size, timeout=TIMEOUT)
     with BASELINES[given.method](model, optimizer, member) as pair:
+        dist.barrier()  # all begin their first step together
         yield pair
     dist.barrier()
     dist.destroy_process_group()

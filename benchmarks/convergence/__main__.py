@@ -87,7 +87,7 @@ def run_all(options: argparse.Namespace, pythons: Mapping[str, str], results: Re
     try:
         if options.tune:
             make(trials(trainings))
-            trainings = tuned(trainings, results.rows)
+            trainings = tuned(trainings, results.rows, options.learning_rate_times)
         make(trainings)
     finally:
         pool.shutdown(cancel_futures=True)
@@ -137,7 +137,7 @@ def options_of() -> argparse.Namespace:
 def rows_of(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Return the results that the options ask for."""
     if options.tune:
-        rows = reported(rows)
+        rows = reported(rows, options.learning_rate_times)
     else:
         rows = [
             r for r in rows if r["seed"] not in TRIAL_SEEDS and r["learning_rate_times"] == options.learning_rate_times

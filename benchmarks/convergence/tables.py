@@ -94,7 +94,7 @@ def task_table(
     reference = runs[runs["method"] == reference_method].set_index("seed")  # runs of equal seed are compared
     runs["ratio"] = runs["steps_to_target"] / runs["seed"].map(reference["steps_to_target"])
     runs["points"] = (runs["final_accuracy"] - runs["seed"].map(reference["final_accuracy"])) * 100
-    reference_s = _step_s(network, link, workers, reference_method, 0)
+    reference_s = _to_target_s(reference, _step_s(network, link, workers, reference_method, 0))
     lines = []
     for method, period in sorted({(row["method"], row["period"]) for row in here}, key=_place):
         of_one = runs[(runs["method"] == method) & (runs["period"] == period)]
@@ -103,7 +103,8 @@ def task_table(
         }
         line = [method, str(period or ""), *_steps(method == reference_method, len(of_one), found)]
         if network:
-            line += _times(found, _step_s(network, link, workers, method, period), reference_s)
+            step_s = _step_s(network, link, workers, method, period)
+            line += _times(step_s, _to_target_s(of_one, step_s), reference_s)
         lines.append(line)
     return table(columns, lines)
 
@@ -126,7 +127,7 @@ def loss_table(rows: Rows, task: str) -> str:
     for method, period in sorted({(row["method"], row["period"]) for row in here}, key=_place):
         of_one = runs[(runs["method"] == method) & (runs["period"] == period)]
         nbytes = of_one["sent_nbytes"].median()
-        steps = of_one["steps_to_target"].mean()
+        steps = _median_steps(of_one)
         seconds = [steps * (compute_s + nbytes * 8 / (mbit * 1e6)) for mbit in LINKS_MBIT.values()]
         lines.append(
             [
@@ -137,10 +138,20 @@ def loss_table(rows: Rows, task: str) -> str:
                 "1.000" if method == reference_method else spread(of_one["ratio"].dropna().tolist(), ".3f"),
                 number(nbytes / 1e3, ".2f"),
                 number(reference_nbytes / nbytes if nbytes else math.nan, ".0f"),
-                *(number(value, ".1f", "never" if math.isnan(steps) else "") for value in seconds),
+                *(number(value, ".1f", "never" if math.isinf(steps) else "") for value in seconds),
             ]
         )
     return table(columns, lines)
+
+
+def _median_steps(of_one: pd.DataFrame) -> float:
+    """Return the median over the seeds of the steps to the target; infinite: never."""
+    return float(of_one["steps_to_target"].astype(float).fillna(math.inf).median())
+
+
+def _to_target_s(of_one: pd.DataFrame, step_s: float | None) -> float:
+    """Return the median over the seeds of the seconds to the target; infinite: never; NaN: a step was not measured."""
+    return math.nan if step_s is None else _median_steps(of_one) * step_s
 
 
 def _reference(runs: pd.DataFrame) -> str:
@@ -172,11 +183,9 @@ def _steps(is_reference: bool, runs: int, found: Mapping[str, list[float]]) -> S
     )
 
 
-def _times(found: Mapping[str, list[float]], step_s: float | None, reference_s: float | None) -> Sequence[str]:
+def _times(step_s: float | None, to_target_s: float, reference_s: float) -> Sequence[str]:
     """Return the cells that do."""
     if step_s is None:
         return ("", "", "")
-    steps, ratios = found["steps_to_target"], found["ratio"]
-    to_target = f"{statistics.mean(steps) * step_s:.1f}" if steps else "never"
-    speed = f"{reference_s / step_s / statistics.mean(ratios):.2f}" if ratios and reference_s else ""
-    return (f"{step_s * 1e3:.1f}", to_target, speed)
+    speed = reference_s / to_target_s if math.isfinite(to_target_s) else math.nan
+    return (f"{step_s * 1e3:.1f}", number(to_target_s, ".1f", "never"), number(speed, ".2f"))

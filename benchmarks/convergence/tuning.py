@@ -28,24 +28,28 @@ def trials(trainings: Sequence[Training]) -> Sequence[Training]:
     ]
 
 
-def best_times(rows: Rows) -> Mapping[tuple[Any, ...], float]:
-    """Return the best multiple of the learning rate by what :data:`PLACE` names, of the lowest mean final loss."""
+def best_times(rows: Rows, begun_with: float) -> Mapping[tuple[Any, ...], float]:
+    """Return the best multiple of the learning rate by what :data:`PLACE` names, of the lowest mean final loss.
+
+    Only trials of this tuning count, which began with a multiple; the file may have those of another.
+    """
+    tried = [times * begun_with for times in TIMES]
     found: dict[tuple[Any, ...], dict[float, list[float]]] = {}
     for row in rows:
-        if row["seed"] in SEEDS:
+        if row["seed"] in SEEDS and row["learning_rate_times"] in tried:
             loss = row["final_loss"] if math.isfinite(row["final_loss"]) else math.inf
             found.setdefault(_place(row), {}).setdefault(row["learning_rate_times"], []).append(loss)
     best = {}
     for place, losses in found.items():
         means = {times: statistics.fmean(each) for times, each in losses.items() if len(each) == len(SEEDS)}
-        if len(means) >= len(TIMES):
+        if len(means) == len(TIMES):
             best[place] = min(means, key=means.__getitem__)
     return best
 
 
-def tuned(trainings: Sequence[Training], rows: Rows) -> Sequence[Training]:
+def tuned(trainings: Sequence[Training], rows: Rows, begun_with: float) -> Sequence[Training]:
     """Return the trainings with the best learning rates; those without all their trials are left out."""
-    best = best_times(rows)
+    best = best_times(rows, begun_with)
     places = [tuple(getattr(training, name) for name in PLACE) for training in trainings]
     return [
         replace(training, learning_rate_times=best[place])
@@ -54,9 +58,9 @@ def tuned(trainings: Sequence[Training], rows: Rows) -> Sequence[Training]:
     ]
 
 
-def reported(rows: Rows) -> Rows:
+def reported(rows: Rows, begun_with: float) -> Rows:
     """Return the rows of which a table is made: no trials, and what was tuned with its best learning rate only."""
-    best = best_times(rows)
+    best = best_times(rows, begun_with)
     return [
         row
         for row in rows

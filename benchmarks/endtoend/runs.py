@@ -64,7 +64,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """One training; ``step_s`` and ``sent_nbytes`` leave out the steps before the first test.
+    """One training.
+
+    ``step_s`` and ``sent_nbytes`` leave out the steps before the first test, and more of them where whole periods
+    would not remain: an exchange more than there are periods would count otherwise.
 
     Args:
         steps: of a worker, the mean where speeds differ.
@@ -127,7 +130,8 @@ def run(
         else:
             processes = start_baseline(hosts, method, settings, folder, python, arguments)
         await_all(processes, f"{method}, {link},", DEADLINE_S)
-        return result_of(task, [folder / host.name for host in hosts])
+        period = settings.period if method in PERIODIC else 1
+        return result_of(task, [folder / host.name for host in hosts], period)
 
 
 def start_ours(
@@ -151,8 +155,11 @@ def start_baseline(
     return [start([*command, f"--rank={host.index}", f"--output={folder / host.name}"], host) for host in hosts]
 
 
-def result_of(task: Task, folders: Sequence[Path]) -> Result:
-    """Return the result of a run from what its workers have left, each in a folder."""
+def result_of(task: Task, folders: Sequence[Path], period: int) -> Result:
+    """Return the result of a run from what its workers have left, each in a folder.
+
+    ``period`` is that of the method's exchanges, 1 where it has none.
+    """
     marks = [json.loads((folder / MARKS).read_text()) for folder in folders]
     numbers = (folders[0] / SNAPSHOTS).stat().st_size // 4
     models = [torch.from_file(str(folder / SNAPSHOTS), size=numbers).view(len(marks[0]), -1) for folder in folders]
@@ -162,13 +169,15 @@ def result_of(task: Task, folders: Sequence[Path]) -> Result:
         point = (at[0]["step"], max(one["at_s"] for one in at), score.loss, score.accuracy)
         reached = reached or (point if task.reached(score) else None)
         curve.append(point)
-    steps = curve[-1][0] - curve[0][0]
-    sent = sum(one[-1]["sent_nbytes"] - one[0]["sent_nbytes"] for one in marks) / len(marks)
+    end = curve[-1][0]
+    begin = next((index for index, point in enumerate(curve[:-1]) if (end - point[0]) % period == 0), 0)
+    steps = end - curve[begin][0]
+    sent = sum(one[-1]["sent_nbytes"] - one[begin]["sent_nbytes"] for one in marks) / len(marks)
     return Result(
-        curve[-1][0],
+        end,
         reached[1] if reached else None,
         reached[0] if reached else None,
-        (curve[-1][1] - curve[0][1]) / steps,
+        (curve[-1][1] - curve[begin][1]) / steps,
         sent / steps,
         *curve[-1][2:],
         curve,

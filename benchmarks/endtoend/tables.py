@@ -9,7 +9,7 @@ import pandas as pd
 from benchmarks.methods import LABELS
 from benchmarks.report.tables import number, table
 
-REFERENCE = LABELS["ddp"]
+REFERENCE = "ddp"
 COLUMNS = (
     *("method", "seeds", "steps", "s to target", "range", "over DDP", "steps to target"),
     *("ms a step", "over DDP", "MB a step", "final loss", "final accuracy"),
@@ -26,11 +26,13 @@ def name_of(row: Mapping[str, Any]) -> str:
 def table_of(rows: Sequence[Mapping[str, Any]], target_loss: float | None = None) -> str:
     """Return the Markdown table of the runs on one link: medians over the seeds, and the range of the seconds.
 
+    Ratios are those to DistributedDataParallel with the row's optimizer and learning rate, where that was run.
     ``target_loss`` replaces the target of the task.
     """
     if not rows:
         return table(COLUMNS, [])
     rows = [{"optimizer": "task", "learning_rate_times": 1.0, **row} for row in rows]
+    references = {name_of(row): name_of({**row, "method": REFERENCE}) for row in rows}
     runs = pd.DataFrame([{**row, **_reached(row, target_loss), "method": name_of(row)} for row in rows])
     runs = runs.drop(columns=["link", "curve", "optimizer", "learning_rate_times"], errors="ignore")
     never = ["seconds_to_target", "steps_to_target"]
@@ -40,8 +42,9 @@ def table_of(rows: Sequence[Mapping[str, Any]], target_loss: float | None = None
     medians = of_method.median()
     medians["seeds"] = of_method.size()
     medians["first"], medians["last"] = (of_method["seconds_to_target"].agg(how) for how in ("min", "max"))
-    reference = medians.reindex([REFERENCE]).to_dict("records")[0]
-    return table(COLUMNS, [_line(found, reference) for found in medians.reset_index().to_dict("records")])
+    of_references = medians.reindex([references[name] for name in medians.index]).to_dict("records")
+    shown = medians.reset_index().to_dict("records")
+    return table(COLUMNS, [_line(*pair) for pair in zip(shown, of_references, strict=True)])
 
 
 def _reached(row: Mapping[str, Any], target_loss: float | None) -> dict[str, Any]:

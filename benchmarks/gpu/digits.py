@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.cases import Case, Finding, Part, Setup, in_folder, judged
+from benchmarks.gpu.cases import Case, Finding, NotHereError, Part, Setup, in_folder, judged
 from benchmarks.testbed.launch import await_all, free_port, launch_command, start
 from lsgd.algorithms import ALGORITHMS
 from lsgd.plan.plan import Phase, Plan
@@ -69,6 +69,8 @@ def _apart(setup: Setup) -> bool:
 
 def _train(setup: Setup, way: Way, left_s: float) -> list[Finding]:
     """Train, and judge the accuracy of the consensus."""
+    if "--muon" in way.flags and not hasattr(torch.optim, "Muon"):
+        raise NotHereError(f"torch {torch.__version__} has no Muon, which came with 2.9")
     with in_folder(setup, way.what) as folder:
         await_all([start(_command(setup, way, folder))], way.what, left_s)
         found = json.loads((folder / "run" / "accuracy.json").read_text())

@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MADE = ROOT / "build" / "gpu" / "python"
-EXTRAS = {"dev": ("hypothesis", "pytest", "pytest-timeout"), "examples": ("scikit-learn",)}
-"""Of the optional dependencies, what the tests and the trainings need."""
+EXTRAS = {"dev": ("hypothesis", "pandas", "pytest", "pytest-timeout"), "examples": ("scikit-learn",)}
+"""Of the optional dependencies, what the tests, the trainings and the tables need."""
 
 OF_THE_MACHINE = re.compile(r"torch|numpy|cupy(-\w+)?")
 """Packages that are never replaced."""

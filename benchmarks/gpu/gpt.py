@@ -4,13 +4,14 @@ import contextlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.cases import Case, Finding, NotHereError, Part, Setup, in_folder
+from benchmarks.methods import ALONE
 from benchmarks.testbed import LINKS, Host, Testbed, TestbedError
-from benchmarks.testbed.launch import PORT, Process, await_all, free_port, launch_command, start
+from benchmarks.testbed.launch import PORT, await_all, free_port, launch_command, start
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
 from lsgd.plan.plan import Phase, Plan
@@ -34,7 +35,7 @@ class Scale:
     Args:
         size: name of the model's.
         steps: that are measured.
-        warm_up: steps before those.
+        warm_up: steps before those, without an exchange, of a model that is not kept.
         period: of the methods that have one; they hide an exchange behind half as many steps.
     """
 
@@ -51,8 +52,7 @@ def part(setup: Setup) -> Part:
     """Return part 4."""
     scale = SMALL if setup.small else WHOLE
     alone = "two workers without an exchange"
-    ddp = "DistributedDataParallel over Gloo"
-    cases = [Case(alone, partial(_alone, setup, scale, alone))]
+    cases = [Case(alone, partial(_baseline, setup, scale, alone, ALONE, LOOPBACK))]
     cases.append(Case("`local` in 2 bits on loopback, profiled", partial(_profiled, setup, scale)))
     links, obstacle = _links()
     if obstacle:
@@ -61,10 +61,16 @@ def part(setup: Setup) -> Part:
         for name, settings in _methods(scale.period).items():
             what = f"{name}, {link}"
             cases.append(Case(what, partial(_ours, setup, scale, what, settings, link)))
-    cases.append(Case(ddp, partial(_ddp, setup, scale, ddp, links)))
+        what = f"DistributedDataParallel over Gloo, {link}"
+        steps = scale.steps if setup.small else DDP_STEPS[link]
+        cases.append(Case(what, partial(_baseline, setup, replace(scale, steps=steps), what, "ddp", link)))
     if setup.small:
         cases.append(
-            Case("GPT-2 of 124 million parameters on a GPU", partial(_alone, setup, WHOLE, ""), needs_gpu=True)
+            Case(
+                "GPT-2 of 124 million parameters on a GPU",
+                partial(_baseline, setup, WHOLE, "", ALONE, LOOPBACK),
+                needs_gpu=True,
+            )
         )
     return Part(4, "GPT-2: milliseconds a step, and memory of a worker", 270.0, cases)
 
@@ -90,33 +96,13 @@ def _methods(period: int) -> dict[str, AlgorithmSettings]:
     }
 
 
-@dataclass(frozen=True)
-class _Begun:
-    """Workers that have been started.
-
-    Args:
-        what: they do, for the table.
-        network: between them.
-        notes: folder in which they say that they are ready, and what they have measured.
-        processes: in which they run.
-    """
-
-    what: str
-    network: "_Network"
-    notes: Path
-    processes: Sequence[Process]
-
-    def attend(self) -> None:
-        """Limit the link while the workers are measured."""
-        self.network.attend(self.notes)
-
-    def finding(self) -> Finding:
-        """Return what they have measured."""
-        found = [json.loads((self.notes / f"{rank}.json").read_text()) for rank in range(WORKERS)]
-        step_ms = 1e3 * max(each["step_s"] for each in found)
-        memory_mb = max(each["memory_nbytes"] for each in found) / MEGA
-        figures = {"step_ms": step_ms, "memory_mb": memory_mb}
-        return Finding(self.what, "passed", f"{step_ms:,.1f} ms, {memory_mb:,.0f} MB", figures=figures)
+def _measured(what: str, notes: Path) -> Finding:
+    """Return what the workers have measured."""
+    found = [json.loads((notes / f"{rank}.json").read_text()) for rank in range(WORKERS)]
+    step_ms = 1e3 * max(each["step_s"] for each in found)
+    memory_mb = max(each["memory_nbytes"] for each in found) / MEGA
+    figures = {"step_ms": step_ms, "memory_mb": memory_mb}
+    return Finding(what, "passed", f"{step_ms:,.1f} ms, {memory_mb:,.0f} MB", figures=figures)
 
 
 def _ours(
@@ -141,9 +127,8 @@ def _ours(
             place = (node, WORKERS, network.addresses[0], 1, plan, folder / f"node{node}")
             launch = launch_command(*place, port=port, device=setup.gpu)
             processes.append(start([*launch, "--insecure", "--", *command], host))
-        begun = _Begun(what, network, folder, processes)
-        await_all(processes, what, left_s, begun.attend)
-        return [begun.finding(), *look(folder)]
+        await_all(processes, what, left_s, partial(network.attend, folder))
+        return [_measured(what, folder), *look(folder)]
 
 
 def _profiled(setup: Setup, scale: Scale, left_s: float) -> list[Finding]:
@@ -165,46 +150,20 @@ def _waits(setup: Setup, notes: Path) -> list[Finding]:
     return [Finding(what, "passed" if steps and not waiting else "failed", measured, "none", why, {"steps": steps})]
 
 
-def _alone(setup: Setup, scale: Scale, what: str, left_s: float) -> list[Finding]:
-    """Train without any exchange."""
-    with _baseline(setup, scale, what, "alone", LOOPBACK) as begun:
-        await_all(begun.processes, what, left_s, begun.attend)
-        return [begun.finding()]
-
-
-def _ddp(setup: Setup, scale: Scale, what: str, links: Sequence[str], left_s: float) -> list[Finding]:
-    """Train by DistributedDataParallel on all links at once: it waits for the network nearly all the time."""
-    with contextlib.ExitStack() as closing:
-        begun = []
-        for link in links:
-            steps = None if setup.small else DDP_STEPS[link]
-            begun.append(closing.enter_context(_baseline(setup, scale, f"{what}, {link}", "ddp", link, steps)))
-        await_all([process for each in begun for process in each.processes], what, left_s, partial(_attend, begun))
-        return [each.finding() for each in begun]
-
-
-def _attend(begun: Sequence[_Begun]) -> None:
-    for each in begun:
-        each.attend()
-
-
-@contextlib.contextmanager
-def _baseline(
-    setup: Setup, scale: Scale, what: str, method: str, link: str, steps: int | None = None
-) -> Iterator[_Begun]:
-    """Start to train by one of the baselines, so many steps that are measured."""
+def _baseline(setup: Setup, scale: Scale, what: str, method: str, link: str, left_s: float) -> list[Finding]:
+    """Train by one of the baselines."""
     with in_folder(setup, what) as folder, _network(link) as network:
         port = DDP_PORT if network.testbed else free_port()
-        command = [sys.executable, "-m", "benchmarks.gpu.gpt_baseline", *_given(scale, folder, steps)]
+        command = [sys.executable, "-m", "benchmarks.gpu.gpt_baseline", *_given(scale, folder)]
         command += [f"--method={method}", f"--period={scale.period}", f"--port={port}", f"--device={setup.gpu}"]
         command += ["--addresses", *network.addresses]
         processes = [start([*command, f"--rank={rank}"], host) for rank, host in enumerate(network.hosts)]
-        yield _Begun(what, network, folder, processes)
+        await_all(processes, what, left_s, partial(network.attend, folder))
+        return [_measured(what, folder)]
 
 
-def _given(scale: Scale, notes: Path, steps: int | None = None) -> list[str]:
-    warm_up = scale.warm_up if steps is None else 0
-    return [f"--size={scale.size}", f"--steps={steps or scale.steps}", f"--warm-up={warm_up}", f"--notes={notes}"]
+def _given(scale: Scale, notes: Path) -> list[str]:
+    return [f"--size={scale.size}", f"--steps={scale.steps}", f"--warm-up={scale.warm_up}", f"--notes={notes}"]
 
 
 class _Network:

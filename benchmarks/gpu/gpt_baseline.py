@@ -5,7 +5,7 @@ from typing import NoReturn
 import torch
 
 from benchmarks.baselines.joining import add_arguments, end_process, joined
-from benchmarks.gpu.gpt_training import SIZES, Meter, generated, loss_of, made, parser
+from benchmarks.gpu.gpt_training import SIZES, Meter, generated, loss_of, made, parser, warm_up
 from benchmarks.methods import ALONE
 
 
@@ -17,6 +17,7 @@ def main() -> NoReturn:
     arguments.add_argument("--device", required=True)
     given = arguments.parse_args()
     size, home = SIZES[given.size], torch.device(given.device)
+    warm_up(size, given.warm_up, home)
     model, optimizer = made(size, home)
     meter = Meter(given, given.rank, len(given.addresses), home)
     with joined(given, model, optimizer, size.batch, given.port) as (wrapped, stepped):

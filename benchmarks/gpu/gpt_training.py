@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser()
     found.add_argument("--size", choices=SIZES, required=True)
     found.add_argument("--steps", type=int, required=True, help="that are measured")
-    found.add_argument("--warm-up", type=int, required=True, help="steps before those")
+    found.add_argument("--warm-up", type=int, required=True, help="steps before those, of a model that is not kept")
     found.add_argument("--notes", type=Path, required=True, help="folder that both workers write to")
     return found
 
@@ -51,6 +52,15 @@ def made(size: Size, home: torch.device) -> tuple[nn.Module, torch.optim.Optimiz
     with home:
         model = Transformer(size.width, size.layers, size.heads, size.context, size.vocabulary)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-4)
+
+
+def warm_up(size: Size, steps: int, home: torch.device) -> None:
+    """Train a model that is not kept, so that no method's first steps wait for what every process does once."""
+    model, optimizer = made(size, home)
+    for tokens in islice(generated(size, 0, home), steps):
+        optimizer.zero_grad()
+        loss_of(model, tokens).backward()
+        optimizer.step()
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -80,8 +90,8 @@ class Meter:
     """Times a worker's steps, from when both workers are ready.
 
     Args:
-        given: of :func:`parser`. The clock is read before the first of the steps that are measured and after the last,
-            when the GPU has made them. The folder is for what the workers say, and for the word to go.
+        given: of :func:`parser`. The clock is read before the first step and after the last that is measured, when the
+            GPU has made them. The folder is for what the workers say, and for the word to go.
         rank: of this worker.
         workers: how many there are.
         home: the model's device.
@@ -90,8 +100,7 @@ class Meter:
     def __init__(self, given: argparse.Namespace, rank: int, workers: int, home: torch.device) -> None:
         self._notes: Path = given.notes
         self._rank, self._workers, self._home = rank, workers, home
-        self._begin: int = given.warm_up
-        self._end: int = given.warm_up + given.steps
+        self._end: int = given.steps
         self._made = 0
         self._began_s = 0.0
 
@@ -101,10 +110,9 @@ class Meter:
             (self._notes / f"{self._rank}.ready").touch()
             while not (self._notes / "go").exists():
                 time.sleep(POLL_S)
-        if self._made == self._begin:
             self._began_s = self._now()
         if self._made == self._end:
-            self._write((self._now() - self._began_s) / (self._end - self._begin))
+            self._write((self._now() - self._began_s) / self._end)
         self._made += 1
         return self._made > self._end
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks.gpu.gpt_training import SIZES, Meter, generated, loss_of, made, parser, write
+from benchmarks.gpu.gpt_training import SIZES, Meter, generated, loss_of, made, parser, warm_up, write
 from lsgd.client import Worker, device
 
 PROFILED = 12
@@ -76,6 +76,7 @@ def main() -> None:
     arguments.add_argument("--profile", action="store_true")
     given = arguments.parse_args()
     size, home = SIZES[given.size], device()
+    warm_up(size, given.warm_up, home)
     model, optimizer = made(size, home)
     with Worker.join(model, optimizer) as worker:
         meter = Meter(given, worker.rank, worker.world_size, home)

@@ -239,12 +239,12 @@ extern "C" __global__ void copy(long long from, long long to, long long count) {
 def float4_copies(buffers: list[tuple[Tensor, Tensor]]) -> list[Call]:
     """Return calls that copy by a kernel of our own; torch's copy where CuPy is missing."""
     try:
-        launch = CupyLaunch(FLOAT4_COPY)
+        launch = CupyLaunch(FLOAT4_COPY, buffers[0][0].device)
     except (ImportError, RuntimeError):
         return [partial(y.copy_, x) for x, y in buffers]
 
     def copy(x: Tensor, y: Tensor) -> None:
         count = x.numel() // 4
-        launch(x.device, "copy", -(-count // 256), 256, (x.data_ptr(), y.data_ptr(), count))
+        launch("copy", -(-count // 256), 256, (x.data_ptr(), y.data_ptr(), count))
 
     return [partial(copy, x, y) for x, y in buffers]

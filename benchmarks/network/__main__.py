@@ -4,11 +4,11 @@ Every method trains a wide MLP of 25 million parameters (W3) on hosts of the tes
 with the real servers, ``lsgd launch`` and Worker. Bytes are real. Compute is timed: the layers sleep, beside real
 passes on a small batch, because a few cores cannot keep all hosts busy.
 
-The steps that count are whole periods, after those in which groups are formed; methods without a period exchange in
-each step. The links have their limit from the first step to the last of these: the whole models that travel before and
-after would take minutes at 10 Mbit/s, and are not measured. With several repeats the methods take turns, and the ratio
-to DistributedDataParallel is the median over the turns of the ratio of two runs of one turn. Results are written as
-they come; what the file has is not run again.
+The steps that count are whole periods, after those in which groups are formed; torchft's are formed in the exchange
+that counts. Methods without a period exchange in each step. The links have their limit from the first step to the last
+of these: the whole models that travel before and after would take minutes at 10 Mbit/s, and are not measured. With
+several repeats the methods take turns, and the ratio to DistributedDataParallel is the median over the turns of the
+ratio of two runs of one turn. Results are written as they come; what the file has is not run again.
 
 With ``--latencies`` it measures how many messages follow one another in a step: a model of 4,096 parameters without
 sleep, on a network where a message is under way for 25 ms.

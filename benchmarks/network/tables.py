@@ -68,16 +68,6 @@ def _line(found: Mapping[Any, Any]) -> Sequence[str]:
     )
 
 
-COMPLEXITY: Mapping[str, tuple[str, str]] = {
-    "ring all-reduce": ("2(n - 1)", "4(n - 1)/n P"),
-    "all-reduce, each to each": ("1", "2(n - 1) P"),
-    "two-round all-reduce": ("2", "4(n - 1)/n P"),
-    "parameter server": ("2", "2n P"),
-    "decentralized": ("1", "2P, with one peer; 4P in a ring"),
-    "broadcast": ("1 to log n", "(n - 1) P at most"),
-}
-"""Messages that follow one another, and the bytes that the busiest node sends and receives, for a model of P bytes."""
-
 PATTERN: Mapping[str, str] = {
     "ddp": "ring all-reduce",
     "allreduce": "all-reduce, each to each",
@@ -89,7 +79,7 @@ PATTERN: Mapping[str, str] = {
 
 
 def latency_table(rows: Rows, links: Mapping[str, tuple[float | None, float]]) -> str:
-    """Return the messages in sequence and the busiest node's load against the number of nodes, and the theory's."""
+    """Return the messages in sequence and the busiest node's load against the number of nodes."""
     columns = (
         *("method", "pattern", "nodes", "messages in sequence", "asking", "busiest node: packets"),
         "bytes / P",
@@ -109,6 +99,4 @@ def latency_table(rows: Rows, links: Mapping[str, tuple[float | None, float]]) -
         for method in dict.fromkeys(runs["method"])
         for nodes, one in found.loc[method].iterrows()
     ]
-    theory = [(pattern, *formulas) for pattern, formulas in COMPLEXITY.items()]
-    measured = table(columns, lines)
-    return f"{measured}\n\n{table(('pattern', 'messages in sequence', 'bytes of the busiest node'), theory)}"
+    return table(columns, lines)

@@ -164,10 +164,26 @@ class Cost:
 
 
 def pauses(steps: Sequence[float], since: float, until: float, step_s: float) -> list[float]:
-    """Return how long a worker stood still between steps, wherever it made a round."""
-    inside = [at for at in steps if since <= at <= until]
-    found = [after - before - step_s for before, after in pairwise(inside)]
+    """Return how long a worker stood still between steps, wherever it made a round that ended in this time."""
+    found = [after - before - step_s for before, after in pairwise(steps) if since <= after <= until]
     return [pause for pause in found if pause > LEAST_S]
+
+
+def compared(steps: Sequence[float], began: float, trains: float, step_s: float) -> tuple[Sequence[float], float]:
+    """Return the pauses of a worker until the newcomer trains, beyond an ordinary one after that, and the ordinary one.
+
+    Raises:
+        RunFailedError: there is no pause before that, or none after it.
+    """
+    meanwhile, ordinary = pauses(steps, began, trains, step_s), pauses(steps, trains, math.inf, step_s)
+    if not meanwhile or not ordinary:
+        when = "after" if meanwhile else "before"
+        raise RunFailedError(
+            f"{when} the newcomer trained, no round took the first worker {LEAST_S:g} s; try with more --parameters or "
+            "a lower --rate-mbit"
+        )
+    usual_s = statistics.median(ordinary)
+    return [pause - usual_s for pause in meanwhile], usual_s
 
 
 def start_of(options: argparse.Namespace, seeds: Sequence[int]) -> Cost:
@@ -200,9 +216,7 @@ def late(options: argparse.Namespace, *, restarted: bool) -> Cost:
         run.until(lambda: any(note.event == "step" for note in notes()), "the newcomer trains")
         joined, first = notes()[0], next(note for note in notes() if note.event == "step")
         run.until_rounds(0, SETTLED_ROUNDS, after=first.at)
-        step_s = options.step_s
-        ordinary_s = statistics.median(pauses(run.steps(0), first.at + step_s, math.inf, step_s))
-        beyond = [pause - ordinary_s for pause in pauses(run.steps(0), began, first.at + step_s, step_s)]
+        beyond, ordinary_s = compared(run.steps(0), began, first.at + options.step_s, options.step_s)
         own, ordinary = first.received_nbytes, run.received(0, joined.at, first.at)
         received = (own - ordinary) / (4 * options.parameters)
         return Cost(first.at - joined.at, max(beyond), sum(beyond), ordinary_s, received, load)
@@ -228,7 +242,11 @@ def main() -> int:
     machine = about("benchmarks.newcomer")
     print(heading(machine) + "\n", flush=True)
     settings = {name: getattr(options, name) for name in ("parameters", "rate_mbit", "delay_ms", "period", "step_s")}
-    results = Results(options.json, machine, settings)
+    try:
+        results = Results(options.json, machine, settings)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     cases: dict[str, Callable[[], Cost]] = {
         "equal": lambda: start_of(options, (0, 0)),
         "unequal": lambda: start_of(options, (0, 7)),

@@ -8,7 +8,6 @@ rounds and at the end.
 import argparse
 import ctypes
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
+from benchmarks.testbed.launch import await_all, free_port, start
 from benchmarks.transport.member import open_store, part, tcp_group
 
 ROUNDS, GENERATION_ROUNDS, NUMEL = 20_000, 250, 1 << 16
@@ -57,21 +57,15 @@ def member(rank: int, size: int, port: int, rounds: int) -> None:
     part(store, rank, size, [group])
 
 
-def soak(size: int, port: int, rounds: int) -> list[list[dict[str, float]]]:
-    """Return what each of ``size`` processes held, twice."""
-    own = [sys.executable, "-m", "benchmarks.transport.soak", "--member"]
-    members = [
-        subprocess.Popen([*own, *map(str, (rank, size, port, rounds))], stdout=subprocess.PIPE, text=True)
-        for rank in range(size)
-    ]
-    try:
-        said = [process.communicate(timeout=DEADLINE_S)[0] for process in members]
-    finally:
-        for process in members:
-            process.kill()
-    if any(process.returncode for process in members):
-        raise SystemExit("a member failed: what it said is above")
-    return [json.loads(text) for text in said]
+def soak(size: int, rounds: int) -> list[list[dict[str, float]]]:
+    """Return what each of ``size`` processes held, twice.
+
+    Raises:
+        RunFailedError: a member failed; the message has what it said.
+    """
+    own, port = [sys.executable, "-m", "benchmarks.transport.soak", "--member"], free_port()
+    members = [start([*own, *map(str, (rank, size, port, rounds))]) for rank in range(size)]
+    return [json.loads(text.splitlines()[-1]) for text in await_all(members, f"{size} members", DEADLINE_S)]
 
 
 def rows(held: Sequence[Sequence[dict[str, float]]]) -> list[list[str]]:
@@ -87,7 +81,6 @@ def main() -> int:
     parser = argument_parser("benchmarks.transport.soak", __doc__)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how many")
     parser.add_argument("--members", type=int, default=3, help="processes")
-    parser.add_argument("--port", type=int, default=29700, help="of the store where they meet")
     parser.add_argument("--json", type=Path, help="write the results to this file, too")
     parser.add_argument("--member", type=int, nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -96,7 +89,7 @@ def main() -> int:
         return 0
     machine = about("benchmarks.transport.soak")
     print(heading(machine) + "\n", flush=True)
-    held = soak(options.members, options.port, options.rounds)
+    held = soak(options.members, options.rounds)
     print(table(["member", "MiB", "threads", "descriptors"], rows(held)))
     write_json(options.json, machine, [{"member": rank, "held": each} for rank, each in enumerate(held)])
     return 0

@@ -27,7 +27,7 @@ class ByteGradSettings(QuantizedGradientSettings):
 
     def create(self, parameters: Flat, run: str = "") -> ByteGrad:
         """Return the algorithm."""
-        return ByteGrad(self, run)
+        return ByteGrad(self, parameters, run)
 
 
 class ByteGrad(QuantizedGradient):

@@ -72,6 +72,7 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         self.settings = settings
         self._run = run
         self._codec = settings.make_codec()
+        self._codec.prepare(parameters, settings.rounding)
         self.model = clones(parameters)
         self.copies: dict[int, list[Tensor]] = {}
         self._unit = 0

@@ -21,7 +21,7 @@ class QSGDSettings(QuantizedGradientSettings):
 
     def create(self, parameters: Flat, run: str = "") -> QSGD:
         """Return the algorithm."""
-        return QSGD(self, run)
+        return QSGD(self, parameters, run)
 
 
 class QSGD(QuantizedGradient):

@@ -49,8 +49,9 @@ class QuantizedGradient(GradientAlgorithm):
 
     settings: QuantizedGradientSettings
 
-    def __init__(self, settings: QuantizedGradientSettings, run: str) -> None:
+    def __init__(self, settings: QuantizedGradientSettings, parameters: Flat, run: str) -> None:
         super().__init__(settings)
+        settings.make_codec().prepare(parameters, settings.rounding)
         self._run = run
         self._members: tuple[str, ...] = ()
         self._feedback: dict[int, ErrorFeedback] = {}

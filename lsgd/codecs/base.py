@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Any, ClassVar
 
@@ -160,11 +160,18 @@ class Codec:
                 f"a payload of {numel} elements in {self} has {nbytes} bytes, but {payload.numel()} bytes came"
             )
 
-    def prepare(self, device: torch.device) -> None:
-        """Compile the kernels for a device, so that no round waits for that."""
-        x, payload = torch.zeros(1, dtype=torch.float32, device=device), self.empty(1, device)
-        self.encode(x, payload)
-        self.decode(payload, x)
+    def prepare(self, vectors: Iterable[Tensor], rounding: str = "nearest") -> None:
+        """Do once what rounds do with such vectors, so that no round waits for kernels to be compiled."""
+        seed = 0 if rounding == "stochastic" else None
+        for device, dtype in {(x.device, x.dtype) for x in vectors}:
+            x, payload, other = torch.zeros(1, dtype=dtype, device=device), self.empty(1, device), self.empty(1, device)
+            wide = x.to(torch.float32)
+            self.encode(wide if dtype == torch.float64 else x, payload, seed)
+            self.encode_and_subtract(wide, payload, seed)
+            self.decode(payload, x)
+            self.decode_add(payload, x)
+            self.reduce([payload, payload], wide, mean=True)
+            self.reduce_encode([payload, payload], other, numel=1, mean=True, seed=seed)
 
     def empty(self, numel: int, device: torch.device) -> Tensor:
         """Return uninitialized memory for a payload of ``numel`` elements."""

@@ -21,6 +21,9 @@ PIECE: Final = 1 << 15
 KERNELS_PIECE: Final = 1 << 18
 """Elements on which one kernel after the other works, on all cores: the next one finds them in the cache."""
 
+DEVICE_PIECE: Final = 1 << 24
+"""Elements that are processed at a time on other devices, where torch's temporaries take about 25 bytes for each."""
+
 _GATHER: Final = 0x0102040810204080  # times eight bytes of 0 or 1 puts their bits, in order, in the highest byte
 _SPREAD: Final = 0x8040201008040201 - (1 << 64)  # bit i of byte i
 
@@ -68,9 +71,8 @@ class Blockwise(Codec):
             values = x[:taken] if taken < numel else x
             values = values if kernels.narrow else values.to(torch.float32)
             kernels.encode(values, header, parts, seed)
-        if taken < numel:
-            header[FLAGS_OFFSET] |= ~x[taken:].isfinite().all()
         for here, *pieces in self._pieces(taken, numel, x.device, parts) if taken < numel else ():
+            header[FLAGS_OFFSET] |= ~x[here].isfinite().all()
             values = x[here].to(torch.float32)
             if seed is None:
                 self.encode_blocks(values, *pieces)
@@ -125,11 +127,13 @@ class Blockwise(Codec):
         """Yield the mean of vectors in pieces, which share their memory where possible."""
         device = payloads[0].device
         kernels, _ = self._kernels(device, numel)
-        if not numel or not self._is_cut(numel, device) or (kernels is not None and kernels.reduces):
+        if not numel or not self._is_cut(numel) or (kernels is not None and kernels.reduces):
             yield from super().means(payloads, numel)
             return
-        room = torch.empty(min(numel, KERNELS_PIECE), dtype=torch.float32, device=device)
+        room = None
         for here, vectors in self._side_by_side(payloads, numel):
+            if room is None:  # the first piece is the longest
+                room = torch.empty(here.stop, dtype=torch.float32, device=device)
             out = room[: here.stop - here.start]
             self._add_up(vectors, out, mean=True)
             yield here, out
@@ -170,7 +174,7 @@ class Blockwise(Codec):
 
     def kernels_on(self, device: torch.device) -> Kernels | None:
         """Return the kernels for a device, if there are any."""
-        return kernels_for(device.type, self.family, *self.form)
+        return kernels_for(device, self.family, *self.form)
 
     def _kernels(self, device: torch.device, numel: int) -> tuple[Kernels | None, int]:
         """Return the kernels for a device, if any, and how many of ``numel`` elements they process."""
@@ -218,17 +222,18 @@ class Blockwise(Codec):
     def _pieces(
         self, start: int, stop: int, device: torch.device, parts: Sequence[Tensor], most: int = PIECE
     ) -> Iterator[tuple[slice, *tuple[Tensor, ...]]]:
-        """Yield the elements, at most so many on a CPU, and the bytes of the parts, to work on at a time."""
+        """Yield the elements, about as many as fit, and the bytes of the parts, to work on at a time."""
+        most = most if device.type == "cpu" else max(most, DEVICE_PIECE)
         whole = math.lcm(self.unit, 8)  # so that every part has whole bytes
-        step = max(most // whole, 1) * whole if self._is_cut(stop, device) else max(stop - start, 1)
+        step = max(most // whole, 1) * whole if self._is_cut(stop) else max(stop - start, 1)
         for first in range(start, stop, step):
             last = min(first + step, stop)
             sizes = zip(parts, self.sizes(first), self.sizes(last), strict=True)
             yield slice(first, last), *(part[begin:end] for part, begin, end in sizes)
 
-    def _is_cut(self, numel: int, device: torch.device) -> bool:
-        """Whether to process a vector in pieces: a CPU's cache holds one, and its blocks do not depend on the rest."""
-        return device.type == "cpu" and self.width(numel) == self.unit
+    def _is_cut(self, numel: int) -> bool:
+        """Whether to process a vector in pieces: its blocks do not depend on the rest."""
+        return self.width(numel) == self.unit
 
     # ---- for each codec --------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from lsgd.codecs.base import Codec, flags_of
 from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.group import Group, Transfer
 from lsgd.lazy import Tensor, torch
+from lsgd.payload import ALIGNMENT
 
 MAX_SEGMENTS = 4
 SEGMENT_CHUNK_NUMEL = 1 << 18
@@ -205,6 +206,9 @@ class _Segment:
         self.chunks = [slice(start + first, start + last) for first, last in pairwise(bounds)]
         sizes = [chunk.stop - chunk.start for chunk in self.chunks]
         self.sent = [codec.empty(size, device) for size in sizes]
-        self.received = [codec.empty(sizes[group.rank], device) for _ in sizes]
-        self.received[group.rank] = self.sent[group.rank]
+        # Rows of a matrix, which CUDA kernels reduce in place.
+        nbytes = codec.nbytes(sizes[group.rank])
+        rows = torch.empty(group.size, nbytes + -nbytes % ALIGNMENT, dtype=torch.uint8, device=device)
+        self.received = [row[:nbytes] for row in rows]
+        self.sent[group.rank] = self.received[group.rank]
         self.gathered = [codec.empty(size, device) for size in sizes]

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Container, Mapping, Sequence
 from typing import ClassVar, Final, NamedTuple
 
-from lsgd.lazy import Tensor
+from lsgd.lazy import Tensor, torch
 
 LEVELS_BLOCKS: Final = tuple(1 << i for i in range(6, 12))
 """Block sizes of the levels codecs that have kernels; larger ones would need too much straight-line code."""
@@ -74,21 +74,28 @@ class Kernels:
 
 
 @functools.cache
-def kernels_for(device: str, family: str, block: int, *form: float | None) -> Kernels | None:
-    """Return a family's kernels for one block size and form; None if there are none, with a warning if they fail."""
+def kernels_for(device: torch.device, family: str, block: int, *form: float | None) -> Kernels | None:
+    """Return a family's kernels for one block size and form on a device; None if there are none.
+
+    The first call compiles them, on a GPU for seconds. If that fails, it logs why, and there are none.
+    """
     modules = {"cpu": f"lsgd.kernels.cpu.{family}", "cuda": "lsgd.kernels.cuda.launch"}
     name, blocks = _CLASSES[family]
-    if device not in modules or block not in blocks:
+    if device.type not in modules or block not in blocks:
         return None
     try:
-        return getattr(importlib.import_module(modules[device]), name)(block, *form)  # type: ignore[no-any-return]
+        module = importlib.import_module(modules[device.type])
+        made = getattr(module, name)
+        if device.type == "cuda":
+            made = functools.partial(made, launch=module.cupy_launch(made.source, device))
+        return made(block, *form)  # type: ignore[no-any-return]
     except (ImportError, OSError, RuntimeError) as error:
-        remedy = "; pip install llvmlite" if isinstance(error, ImportError) and device == "cpu" else ""
-        _warn(device, f"{error}{remedy}")
+        remedy = "; pip install llvmlite" if isinstance(error, ImportError) and device.type == "cpu" else ""
+        _warn(device.type, f"{error}{remedy}")
         return None
 
 
 @functools.cache
 def _warn(device: str, reason: str) -> None:
     """Log once why there are no kernels."""
-    _log.warning("codecs run in plain torch on %s, ten times slower: %s", device, reason)
+    _log.warning("codecs run in plain torch on %s, ten times slower: %s", device, " ".join(reason.split()))

@@ -72,7 +72,10 @@ class RunSettings:
         low=0,
     )
     exchange_timeout_s: float = setting(
-        60.0, "an exchange fails if a connection moves no byte for this long", low=0.1, high=86_400
+        60.0,
+        "an exchange fails if a connection moves no byte for this long; among several nodes, those inside one may",
+        low=0.1,
+        high=86_400,
     )
     join_timeout_s: float = setting(
         600.0, "how long a worker that has joined waits for the others", low=1, high=864_000

@@ -39,14 +39,19 @@ def members(
     timeout_s: float = 20.0,
     routes: Callable[..., Routes] = Routes,
     copiers: Sequence[Copier | None] = (),
+    node_sizes: Sequence[int] = (),
 ) -> tuple[list[TcpGroup], SharedStore]:
-    """Return a group for each member, and the store; each has one of the certificates, and of the copiers if any."""
+    """Return a group for each member, and the store; each has one of the certificates, and of the copiers if any.
+
+    Without ``node_sizes``, each is on its own node.
+    """
     store, names = SharedStore(), [f"node{rank}/worker0" for rank in range(size)]
     groups = []
     for rank, certificate in zip(range(size), certificates, strict=True):
         mesh = Mesh("run", 1, rank, names, "127.0.0.1", store, certificate, timeout_s, routes)  # type: ignore[arg-type]
         copier_of = (lambda device, rank=rank: copiers[rank]) if copiers else staging.copier_of
-        groups.append(TcpGroup(mesh, Members.apart(names, rank), timeout_s, copiers=copier_of))
+        placed = Members("world", range(size), names, rank, node_sizes or [1] * size)
+        groups.append(TcpGroup(mesh, placed, timeout_s, copiers=copier_of))
     return groups, store
 
 
@@ -73,11 +78,16 @@ class Network:
 
     Args:
         spoil: bytes go through this, with the number of those before them.
+
+    Attributes:
+        down: whether new connections are closed at once.
+        closed: how many were.
     """
 
     def __init__(self, spoil: Callable[[bytes, int], bytes] = lambda data, before: data) -> None:
         self.carried_nbytes = 0
-        self.breaks = 0
+        self.breaks = self.closed = 0
+        self.down = False
         self._spoil = spoil
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
@@ -134,6 +144,10 @@ class Network:
         with suppress(OSError):
             while True:
                 caller, _ = listener.accept()
+                if self.down:
+                    self.closed += 1
+                    caller.close()
+                    continue
                 try:
                     called = socket.create_connection((behind.address, behind.port))
                 except OSError:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.client.groups import torch_group as torch_groups
+from lsgd.client.groups.base import INSIDE_PATIENCE
 from lsgd.client.groups.composed_group import ComposedGroup
 from lsgd.collectives import composed
 from lsgd.collectives.composed import Composed
@@ -42,6 +43,7 @@ def test_every_verb_on_all_members_and_its_subgroups(switchboard, node_sizes, nc
     def work(group: ComposedGroup) -> str:
         assert every_verb(group)
         assert every_verb(group.node)
+        assert group.node._timeout_s == INSIDE_PATIENCE * 20.0
         if group.across is not None:
             assert every_verb(group.across)
         x = torch.tensor([float(group.rank)])

@@ -18,6 +18,7 @@ import torch
 
 from lsgd.client.groups import store
 from lsgd.client.groups import torch_group as groups
+from lsgd.client.groups.base import INSIDE_PATIENCE
 from lsgd.client.groups.form import form
 from lsgd.client.groups.tcp_group import RELAYED_NBYTES
 from lsgd.client.groups.torch_group import TorchGroup, gloo_group, torch_group
@@ -144,6 +145,7 @@ def test_every_verb_on_the_world_and_its_subgroups(switchboard, node_sizes) -> N
         assert (group.node.rank, group.node.size) == (group.rank - firsts[node], node_sizes[node])
         assert group.node.node_sizes == (node_sizes[node],)
         assert every_verb(group.node)
+        assert group.node._timeout_s == 20.0 * (INSIDE_PATIENCE if len(node_sizes) > 1 else 1)
         if group.rank in firsts:
             assert group.across is not None
             assert (group.across.rank, group.across.size) == (node, len(node_sizes))

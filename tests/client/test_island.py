@@ -1,9 +1,11 @@
 """The processes of an island decide and vote together; here they are threads of one process."""
 
+import logging
+import os
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
@@ -100,8 +102,9 @@ def test_nobody_waits_for_a_process_that_makes_another_call_or_none() -> None:
         assert isinstance(one, LsgdError) and isinstance(other, LsgdError)
     with island(2) as processes:
         processes[1].close()
-        with pytest.raises(LsgdError, match="has left the run"):
-            processes[0].gather("votes", 1)
+        for _ in range(2):
+            with pytest.raises(LsgdError, match="has left the run"):
+                processes[0].gather("votes", 1)
 
 
 @pytest.mark.parametrize("call", ["votes", "saves"])
@@ -139,6 +142,31 @@ def test_the_head_does_not_wait_for_a_process_that_falls_silent(monkeypatch, cap
             with pytest.raises(IslandError, match="process 1 of this island has been silent for"):
                 processes[0].gather("votes", 0)
             assert asked.result() == 1
+
+
+def test_a_process_that_takes_nothing_any_more_ends_the_island(monkeypatch) -> None:
+    """Its connection is full, so whoever sends it something waits."""
+    ended: Future[int] = Future()
+    monkeypatch.setattr(os, "_exit", ended.set_result)
+    monkeypatch.setattr(logging, "shutdown", lambda: None)
+    for name in ("BEAT_S", "CONNECT_WITHIN_S", "STUCK_AFTER_S"):
+        monkeypatch.setattr(module, name, 0.0)
+    ours, theirs = Pipe()
+    os.set_blocking(ours.fileno(), False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(ours.fileno(), bytes(1 << 16))
+    os.set_blocking(ours.fileno(), True)
+    head = Island(0, 2, [(1, ours)])
+    with ThreadPoolExecutor(1) as thread:
+        sending = thread.submit(head._peers[0].send, "frame", b"")
+        try:
+            assert ended.result(20) == IslandError.exit_code
+            with pytest.raises(IslandError, match="process 1 of this island has been silent for"):
+                head._peers[0].receive((1, "votes"))
+            assert sending.running()
+        finally:
+            theirs.close()
 
 
 @pytest.mark.parametrize("numel", [3, 100_003])

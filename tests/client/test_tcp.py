@@ -12,7 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -20,16 +21,18 @@ import pytest
 import torch
 
 from benchmarks.testbed import Testbed
-from lsgd.client.groups import mesh, stream, tcp_group
+from lsgd.client.groups import mesh, stream, stream_ends, tcp_group
+from lsgd.client.groups.base import INSIDE_PATIENCE
 from lsgd.client.groups.handshake import context_of
 from lsgd.client.groups.staging import PIECE_NBYTES
 from lsgd.client.groups.stream import HEADER, Loop, Operation
-from lsgd.client.groups.stream_ends import OutgoingStream
+from lsgd.client.groups.stream_ends import RECORD_NBYTES, STALLED_S, OutgoingStream, _unacknowledged_nbytes
 from lsgd.client.groups.tcp_group import RELAYED_PIECES, TcpGroup, relayed_numels
 from lsgd.errors import ExchangeError
 from lsgd.protocol.credentials import run_certificate
 
-from .bench import CERTIFICATE, Switchboard
+from ..integration.running import until
+from .bench import CERTIFICATE, Switchboard, together
 from .meshes import Network, all_at_once, members
 from .test_groups import HOUR_S, every_verb
 from .test_groups import run as run_over
@@ -321,6 +324,106 @@ def test_a_connection_that_is_silent_fails_though_another_moves(clock) -> None:
     assert said.endswith("gave up: node2/worker0 did not do its part in time")
 
 
+def test_a_nodes_other_workers_wait_as_long_as_the_first_one_exchanges_with_other_nodes(clock) -> None:
+    network, begun_at = slow_network(clock), clock.now
+    groups, _ = members(3, [b""] * 3, timeout_s=900.0, routes=network.routes, node_sizes=(2, 1))
+
+    def work(group: TcpGroup) -> bool:
+        x = LARGE if group.rank == 2 else torch.zeros_like(LARGE)
+        if group.across is not None:
+            group.across.broadcast(x, 1)
+        sample = x[:9].clone()
+        try:
+            group.node.broadcast(sample, 0)
+        except ExchangeError:
+            for each in groups:
+                each.cut()  # it would dial again until the deadline, and the clock stands
+            raise
+        return sample.equal(LARGE[:9])
+
+    assert all_at_once(groups, work) == [True] * 3
+    network.close()
+    assert clock.now - begun_at > 2 * 900.0
+
+
+def test_a_nodes_other_workers_are_free_as_soon_as_the_first_one_gives_up(clock) -> None:
+    groups, _ = members(3, [b""] * 3, timeout_s=900.0, node_sizes=(2, 1))
+    waiting, over = threading.Barrier(3, timeout=20), threading.Event()
+
+    def work(group: TcpGroup) -> str:
+        group.all_reduce(torch.ones(1)).wait()
+        waiting.wait()
+        if group.rank == 2:
+            while not over.wait(0.001):
+                clock.now += 10.0
+            return ""
+        with pytest.raises(ExchangeError) as raised:
+            (group.across or group.node).broadcast(torch.zeros(3), 1 if group.rank == 0 else 0)
+        if group.rank == 1:
+            over.set()
+        return str(raised.value)
+
+    first, other, _ = all_at_once(groups, work)
+    assert first.endswith("gave up: node2/worker0 did not do its part in time")
+    assert "gave up: node0/worker0: it has left the group" in other
+
+
+def test_workers_of_a_single_node_have_the_deadline_among_themselves(clock) -> None:
+    groups, _ = members(2, [b""] * 2, timeout_s=900.0, node_sizes=(2,))
+    over = threading.Event()
+
+    def work(group: TcpGroup) -> str:
+        group.all_reduce(torch.ones(1)).wait()
+        if group.rank == 0:
+            while not over.wait(0.001):
+                clock.now += 10.0
+            return ""
+        with pytest.raises(ExchangeError) as raised:
+            group.node.broadcast(torch.zeros(3), 0)
+        over.set()
+        return str(raised.value)
+
+    begun_at = clock.now
+    _, said = all_at_once(groups, work)
+    assert said.endswith("gave up: node0/worker0 did not do its part in time")
+    assert clock.now - begun_at < INSIDE_PATIENCE * 900.0
+
+
+def test_a_transfer_that_stands_still_does_not_look_as_if_it_moved(clock) -> None:
+    """For the servers, by which a node's workers are freed if the script of the first one hangs."""
+    stands, over = threading.Event(), threading.Event()
+
+    def carry(data: bytes, before: int) -> bytes:
+        clock.now += 1.0
+        if before > 1_000_000:
+            stands.set()
+            over.wait(30)
+        return data
+
+    network = Network(carry)
+    groups, _ = members(3, [b""] * 3, timeout_s=900.0, routes=network.routes, node_sizes=(2, 1))
+
+    def stopped() -> bool:
+        clock.now += 900.0
+        return not groups[1].progress()
+
+    def work(group: TcpGroup) -> bool:
+        if group.rank == 2:
+            stands.wait(30)
+            try:
+                until(groups[1].progress, "the transfer shows")
+                until(stopped, "it shows no longer")
+            finally:
+                over.set()
+            return True
+        x = LARGE.clone() if group.rank == 0 else torch.zeros_like(LARGE)
+        group.node.broadcast(x, 0)
+        return x.equal(LARGE)
+
+    assert all_at_once(groups, work) == [True] * 3
+    network.close()
+
+
 def longest_silence(nbytes: Sequence[int], rates: Sequence[float]) -> float:
     """Return how long any member of a broadcast hears nothing, in these pieces over links of these rates.
 
@@ -500,37 +603,86 @@ def test_a_connection_that_breaks_between_two_messages_is_made_anew() -> None:
     network.close()
 
 
-class Pair:
-    """A TCP connection on this machine."""
+def test_a_connection_that_nobody_waits_for_is_tried_again_as_long_as_it_takes(clock) -> None:
+    network = Network()
+    groups, _ = members(2, [b""] * 2, timeout_s=900.0, routes=network.routes)
+    meet = threading.Barrier(2, timeout=30)
 
-    def __init__(self) -> None:
+    def away() -> None:
+        network.down = True
+        network.break_all()
+        until(lambda: network.closed, "a member dials in vain")
+        clock.now += 1000.0
+        before = network.closed
+        until(lambda: network.closed > before + 4, "they go on trying")
+        network.down = False
+
+    def work(group: TcpGroup) -> float:
+        summed(group)
+        try:
+            if meet.wait() == 0:
+                away()
+        finally:
+            meet.wait()
+        return summed(group)
+
+    try:
+        assert all_at_once(groups, work) == [3.0, 3.0]
+    finally:
+        network.close()
+
+
+class Pair:
+    """A TCP connection on this machine; with a certificate, the sender's end is in TLS."""
+
+    def __init__(self, certificate: bytes = b"") -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
             self.sender = socket.create_connection(listener.getsockname())
             self.sender.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 21)
-            self.sender.setblocking(False)
             self.receiver, _ = listener.accept()
+        if certificate:
+
+            def shake(answers: int) -> socket.socket:
+                end = self.receiver if answers else self.sender
+                return context_of(certificate, answers=bool(answers)).wrap_socket(end, server_side=bool(answers))
+
+            self.sender, receiver = together(shake, [False, True])
+            self.receiver = socket.socket(fileno=receiver.detach())
+        self.sender.setblocking(False)
 
     def read(self, nbytes: int) -> bytes:
         data = b""
-        while len(data) < nbytes:
-            data += self.receiver.recv(nbytes - len(data))
+        while len(data) < nbytes and (more := self.receiver.recv(nbytes - len(data))):
+            data += more
         return data
 
 
-def test_what_has_not_arrived_is_kept_when_the_tensor_is_used_again() -> None:
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    """The thread of a stream that sends."""
     loop = Loop("lsgd-send")
+    yield loop
+    loop.end()
+    loop.thread.join(20)
+
+
+def send(line: OutgoingStream, data: bytearray) -> Operation:
+    """Put a message on a stream, and return its operation when the system has all of it."""
+    work = Operation()
+    work.start([(line, memoryview(data))], "exchange")
+    work.wait(HOUR_S * 1e6)
+    return work
+
+
+def test_what_has_not_arrived_is_kept_when_the_tensor_is_used_again(loop) -> None:
     lost: Future[None] = Future()
     line = OutgoingStream("node1/worker0", loop, lambda: lost.set_result(None))
     first, second = Pair(), Pair()
     data = bytearray(os.urandom(1_000_000))
-    expected = HEADER.pack(len(data), 0)[:8]
+    expected = HEADER.pack(len(data), zlib.crc32(b"exchange")) + data
     line.connect(first.sender, 0)
-    work = Operation()
-    sent = bytes(data)
-    work.start([(line, memoryview(data))], "exchange")
-    work.wait(HOUR_S * 1e6)  # all of it is the system's
-    work.release()
+    send(line, data).release()
     data[:] = bytes(len(data))
     got = first.read(5000)
     first.receiver.setblocking(False)
@@ -542,12 +694,72 @@ def test_what_has_not_arrived_is_kept_when_the_tensor_is_used_again() -> None:
     first.receiver.close()
     lost.result(20)
     line.connect(second.sender, len(got))
-    got += second.read(HEADER.size + len(sent) - len(got))
-    assert got[:8] == expected and got[HEADER.size :] == sent
+    assert got + second.read(len(expected) - len(got)) == expected
     line.close()
-    loop.end()
-    loop.thread.join(20)
     second.receiver.close()
+
+
+def test_the_start_of_a_record_is_kept_too(loop, monkeypatch) -> None:
+    """With TLS the receiver's system has it, but nobody can read it."""
+    lost: Future[None] = Future()
+    line = OutgoingStream("node1/worker0", loop, lambda: lost.set_result(None))
+    first, second = Pair(CERTIFICATE), Pair()
+    data = bytearray(os.urandom(1_000_000))
+    line.connect(first.sender, 0)
+    work = send(line, data)
+    more = 5 + 1 + 16  # of each record: its header, kind and tag
+    read = HEADER.size + 3 * RECORD_NBYTES
+    acknowledged = read + 4 * more + RECORD_NBYTES - 100
+    sent = HEADER.size + len(data) + (1 + -(-len(data) // RECORD_NBYTES)) * more
+    monkeypatch.setattr(stream_ends, "_unacknowledged_nbytes", lambda connection: sent - acknowledged)
+    work.release()
+    first.receiver.close()
+    lost.result(20)
+    line.connect(second.sender, read)
+    assert second.read(len(data) - 3 * RECORD_NBYTES) == data[3 * RECORD_NBYTES :]
+    line.close()
+    second.receiver.close()
+
+
+def test_what_had_arrived_when_the_connection_broke_is_not_kept(loop) -> None:
+    lost: Future[None] = Future()
+    line, pair = OutgoingStream("node1/worker0", loop, lambda: lost.set_result(None)), Pair()
+    line.connect(pair.sender, 0)
+    works = [send(line, bytearray(1000)) for _ in range(3)]
+    pair.read(3 * (HEADER.size + 1000))
+    until(lambda: not _unacknowledged_nbytes(pair.sender), "all is acknowledged")
+    pair.receiver.close()
+    lost.result(20)
+    for work in works:
+        work.release()
+    assert not line._kept
+    line.close()
+
+
+class Unanswered(socket.socket):
+    """A socket with a packet that nobody acknowledges."""
+
+    def getsockopt(self, *_: int) -> bytes:
+        return b"\1" * 100
+
+
+def test_a_new_connection_is_not_given_up_for_what_the_last_one_did(loop, monkeypatch) -> None:
+    clock, lost = Clock(), []
+    monkeypatch.setattr(stream_ends, "time", clock)
+    monkeypatch.setattr(stream_ends, "_unacknowledged_nbytes", lambda connection: 7)
+    line = OutgoingStream("node1/worker0", loop, lambda: lost.append(clock.now))
+    pairs = Pair(), Pair()
+    for pair in pairs:
+        line.connect(Unanswered(fileno=pair.sender.detach()), 0)
+        line.watch()
+        clock.now += STALLED_S - 1.0
+    line.watch()
+    assert not lost
+    clock.now += 2.0
+    line.watch()
+    assert len(lost) == 1
+    for pair in pairs:
+        pair.receiver.close()
 
 
 def test_a_member_with_another_certificate_is_told_at_once() -> None:

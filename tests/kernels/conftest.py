@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import lsgd.kernels as kernels_module
+import lsgd.kernels.cuda.launch as launch_module
 from lsgd.codecs.minmax import MinMax8
 from lsgd.kernels.cpu.minmax8 import MinMax8Kernels as OnCpu
-from lsgd.kernels.cuda.launch import MINMAX8
+from lsgd.kernels.cuda.launch import MINMAX8, cupy_launch
 from lsgd.kernels.cuda.launch import MinMax8Kernels as OnCuda
 
 HERE = Path(__file__).parent
@@ -21,6 +23,20 @@ HERE = Path(__file__).parent
 def on_gpu(*names):
     """The parameters of a fixture that need a GPU; none without one, which test_cuda.py says once."""
     return [pytest.param(name, marks=pytest.mark.gpu) for name in names if torch.cuda.is_available()]
+
+
+@pytest.fixture
+def fresh_kernels():
+    """No kernels are compiled before the test, and its own are not left to others."""
+
+    def clear():
+        ours = kernels_module.kernels_for, kernels_module._warn, launch_module.cupy_launch, launch_module._compiled
+        for cached in ours:
+            cached.cache_clear()
+
+    clear()
+    yield
+    clear()
 
 
 @pytest.fixture(scope="session")
@@ -47,7 +63,7 @@ def build_for_host(tmp_path_factory):
         subprocess.run(["g++", *flags, *paths, driver, "-o", str(library)], check=True)
         start = ctypes.CDLL(str(library)).launch
 
-        def launch(device, kernel, grid, threads, arguments):
+        def launch(kernel, grid, threads, arguments):
             words = [
                 struct.unpack("<I", struct.pack("<f", value))[0] if isinstance(value, float) else value % 2**64
                 for value in arguments
@@ -94,7 +110,7 @@ def runner(request):
             return Runner(None, "cuda")
         case "cuda":
             pytest.importorskip("cupy")
-            return Runner(OnCuda, "cuda")
+            return Runner(functools.partial(OnCuda, launch=cupy_launch(MINMAX8, torch.device("cuda", 0))), "cuda")
         case "cuda-on-host":
             return Runner(request.getfixturevalue("cuda_on_host"), "cpu")
         case "cpu-avx2":

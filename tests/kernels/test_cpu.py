@@ -10,7 +10,7 @@ import torch
 from lsgd.codecs.base import flags_of
 from lsgd.codecs.minmax import MinMax8
 from lsgd.kernels.cpu import machine
-from lsgd.kernels.cpu.minmax8 import BIG_BLOCK, STREAM_NBYTES
+from lsgd.kernels.cpu.minmax8 import BIG_BLOCK, STREAM_NBYTES, _entry
 
 LARGE = STREAM_NBYTES // 4 + 12_345  # elements whose float32 are written past the caches
 
@@ -103,3 +103,21 @@ def test_without_openmp_one_thread_does_it_all(monkeypatch, caplog, in_torch):
         payload_of(MinMax8(), x)
     machine.parallel_region.cache_clear()
     assert ["one thread" in record.message for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_rounds_compile_nothing_that_could_be_prepared(rounding, dtype):
+    _entry.cache_clear()
+    codec, seed = MinMax8(), 5 if rounding == "stochastic" else None
+    codec.prepare([torch.empty(3, dtype=dtype)], rounding)
+    prepared = _entry.cache_info().misses
+    x, left = torch.randn(9000).to(dtype), torch.randn(9000)
+    payloads = [codec.empty(9000, x.device) for _ in range(3)]
+    codec.encode(x.float() if dtype is torch.float64 else x, payloads[0], seed)
+    codec.encode_and_subtract(left, payloads[1], seed)
+    codec.reduce(payloads[:2], left, mean=True)
+    codec.reduce_encode(payloads[:2], payloads[2], numel=9000, mean=True, seed=seed)
+    codec.decode(payloads[2], x)
+    codec.decode_add(payloads[2], x)
+    assert _entry.cache_info().misses == prepared

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 
-import lsgd.kernels as kernels_module
 from lsgd.codecs.minmax import MinMax8
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.kernels import kernels_for
@@ -119,15 +118,6 @@ def test_importing_does_no_work():
     assert answer.stdout.strip() == "[]"
 
 
-@pytest.fixture
-def fresh_kernels():
-    for cached in (kernels_for, kernels_module._warn):
-        cached.cache_clear()
-    yield
-    for cached in (kernels_for, kernels_module._warn):
-        cached.cache_clear()
-
-
 @pytest.mark.parametrize(
     ("device", "module", "remedy"),
     [("cpu", "llvmlite", "pip install llvmlite"), ("cuda", "cupy", "pip install cupy")],
@@ -141,9 +131,9 @@ def test_without_its_library_torch_computes_and_says_so_once(
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     with caplog.at_level(logging.WARNING):
-        assert [kernels_for(device, "minmax8", block) for block in (2048, 2048, 0)] == [None] * 3
+        assert [kernels_for(torch.device(device), "minmax8", block) for block in (2048, 2048, 0)] == [None] * 3
     assert [remedy in record.message for record in caplog.records] == [True]
 
 
 def test_other_devices_use_torch():
-    assert kernels_for("mps", "minmax8", 2048) is None
+    assert kernels_for(torch.device("mps"), "minmax8", 2048) is None

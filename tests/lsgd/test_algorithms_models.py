@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from lsgd.algorithms.bytegrad import ByteGradSettings
 from lsgd.algorithms.decentralized import DecentralizedSettings
 from lsgd.algorithms.elastic import ElasticSettings
+from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import DiLoCoSettings, LocalSettings, SparseSettings
+from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralizedSettings
+from lsgd.algorithms.qsgd import QSGDSettings
+from lsgd.codecs.minmax import MinMax8
 from lsgd.errors import ExchangeError
 from lsgd.testing.simulation import land, simulate
 
@@ -186,14 +191,14 @@ def test_the_exchange_runs_beside_forward_and_backward():
         if group.rank == 1:
             assert peer_may_begin.wait(20)
         worker.algorithm.before_forward(worker.parameters, group, make_round([1, 1]))
-        exchanging = worker.algorithm._background.busy
+        exchanging = worker.algorithm._land is not None
         before = [x.clone() for x in worker.parameters]
         worker.loss().backward()
         peer_may_begin.set()
         unchanged = all(map(torch.equal, before, worker.parameters))
         worker.algorithm.after_backward(worker.parameters, [], group, make_round([1, 1])).apply()
         mean = all((x == 0.5).all() for x in worker.parameters)
-        return exchanging, unchanged, bool(mean), worker.algorithm._background.busy
+        return exchanging, unchanged, bool(mean), worker.algorithm._land is not None
 
     assert simulate([1, 1], member) == [(True, True, True, False)] * 2
 
@@ -270,6 +275,26 @@ def test_a_model_that_is_not_finite_is_left_out(settings, caplog):
     if settings.name == "decentralized":
         np.testing.assert_allclose(models, 5 / 3, rtol=1e-6)  # the mean of 0, 2 and 3
     assert caplog.text.count("this worker's model is not finite") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "rounding"),
+    [
+        (ByteGradSettings(), "nearest"),
+        (QSGDSettings(), "stochastic"),
+        (LocalSettings(64, compression="minmax8"), "nearest"),
+        (LeaderSettings(compression="minmax8"), "nearest"),
+        (LowPrecisionDecentralizedSettings(), "stochastic"),
+    ],
+    ids=str,
+)
+def test_no_round_waits_for_kernels_to_be_compiled(settings, rounding, monkeypatch):
+    prepared = []
+    monkeypatch.setattr(
+        MinMax8, "prepare", lambda self, vectors, rounding="nearest": prepared.append((len(vectors), rounding))
+    )
+    settings.create([torch.zeros(5), torch.zeros(3)])
+    assert prepared == [(2, rounding)]
 
 
 @pytest.mark.parametrize("settings", [ElasticSettings(), DiLoCoSettings(), LocalSettings(64, compression="levels1")])

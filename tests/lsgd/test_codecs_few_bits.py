@@ -208,6 +208,69 @@ def test_torch_makes_what_the_kernels_make(text, bad, monkeypatch):
     assert all(map(torch.equal, by_kernels[0], by_torch[0]))
 
 
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Torch computes, and cuts vectors as on a GPU, but in pieces of 65,536; returns the lengths of all pieces."""
+    lengths: list[int] = []
+    pieces = Blockwise._pieces
+
+    def noting(self, start, stop, device, *others):
+        for piece in pieces(self, start, stop, torch.device("cuda"), *others):
+            lengths.append(piece[0].stop - piece[0].start)
+            yield piece
+
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(Blockwise, "_pieces", noting)
+    monkeypatch.setattr(blocks, "DEVICE_PIECE", 1 << 16)
+    monkeypatch.setattr(blocks, "KERNELS_PIECE", 1 << 14)
+    return lengths
+
+
+@pytest.mark.parametrize("text", ["levels2", "levels1", "minmax4", "minmax4:block=7", "topk", "minmax8"])
+@pytest.mark.parametrize("bad", [1.0, math.nan])
+def test_on_a_gpu_torch_makes_the_same_of_large_vectors_in_pieces(text, bad, request):
+    x, codec = vector((1 << 17) + 2100, 1.0, 8), codec_of(text)
+    x[-3000] = bad
+    payloads = [codec.empty(x.numel(), x.device) for _ in range(3)]
+    for seed, payload in enumerate(payloads):
+        codec.encode(x * (1 + seed), payload, seed)
+
+    def made() -> tuple[list[torch.Tensor], int]:
+        tensors, flag = made_of(codec, x, -0.3)
+        at_random, total, mean = codec.empty(x.numel(), x.device), torch.empty_like(x), torch.empty_like(x)
+        codec.encode(x, at_random, 9)
+        codec.reduce(payloads, total, mean=False)
+        for here, piece in codec.means(payloads, x.numel()):
+            mean[here] = piece
+        return [*tensors, at_random, *(t.nan_to_num(7.0) for t in (total, mean))], flag
+
+    whole, flag = made()
+    lengths = request.getfixturevalue("as_on_a_gpu")
+    cut, again = made()
+    assert flag == again == (not math.isfinite(bad))
+    assert all(map(torch.equal, whole, cut))
+    assert max(lengths) <= 1 << 16 and x.numel() > 2 << 16
+
+
+def test_a_mean_of_blocks_that_are_longer_than_a_piece(monkeypatch):
+    without_kernels(monkeypatch)
+    monkeypatch.setattr(blocks, "KERNELS_PIECE", 1 << 10)
+    x, codec = vector(10_000, 1.0, 3), codec_of("minmax4:block=4096")
+    payload, out = codec.empty(x.numel(), x.device), torch.empty_like(x)
+    codec.encode(x, payload)
+    codec.decode(payload, out)
+    assert torch.equal(torch.cat([piece.clone() for _, piece in codec.means([payload], x.numel())]), out)
+
+
+def test_torch_needs_little_memory_for_a_large_vector(monkeypatch):
+    without_kernels(monkeypatch)
+    x, codec = torch.randn(1 << 20), codec_of("minmax8")
+    payload = codec.empty(x.numel(), x.device)
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
+        codec.encode(x, payload)
+    assert 0 < max(event.cpu_memory_usage for event in profile.events()) < x.nbytes / 4
+
+
 def odd_chunks(chunk: int = 4096) -> torch.Tensor:
     """Chunks in which it is hard to tell which elements are the largest, and a part of one."""
     random = np.random.default_rng(3)

@@ -4,12 +4,14 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from lsgd.ddp_hook import QuantizedState
+import lsgd.ddp_hook
+from lsgd.ddp_hook import QuantizedState, _RankGroup
 from lsgd.errors import ConfigError, ExchangeError
 
 from ..integration.running import FORKS
@@ -56,6 +58,11 @@ def test_an_odd_number_of_processes():
     assert len(set(torchrun(3, "feedback")["feedback"]["digests"])) == 1
 
 
+def test_groups_that_share_no_rank_do_not_mix():
+    first, second, third, fourth = torchrun(4, *["halves"] * 3)["halves"]["digests"]
+    assert first == second != third == fourth
+
+
 def test_without_torch_distributed():
     with pytest.raises(ConfigError, match="init_process_group"):
         QuantizedState()
@@ -98,3 +105,19 @@ def test_each_future_gets_its_gradient_once_the_last_bucket_is_there(alone):
     for index, (gradient, future) in enumerate(zip(gradients, futures, strict=True)):
         state.submit(state.average(gradient, index, 0), gradient, future, is_last=index == 3)
     assert [future.wait() is gradient for future, gradient in zip(futures, gradients, strict=True)] == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("backends", "batch"),
+    [("cuda:nccl", "cuda:0"), ("cpu:gloo,cuda:nccl", "cuda:0"), ("cpu:gloo,cuda:gloo", None), ("cpu:gloo", None)],
+)
+def test_nccl_sends_from_the_gpu_also_as_one_backend_of_several(alone, monkeypatch, backends, batch):
+    """The group's one name is "undefined" if torch chooses the backends, and so no help."""
+    begun = []
+    monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(torch, "empty_like", lambda x, device: x)
+    monkeypatch.setattr(lsgd.ddp_hook, "begin_exchange", lambda *_, batch=None: begun.append(batch))
+    gradient = SimpleNamespace(device=torch.device("cuda", 0), is_cpu=False, cpu=lambda: None)
+    _RankGroup(dist.group.WORLD)._begin_exchange({1: gradient}, {1: gradient})
+    assert begun == [None if batch is None else torch.device(batch)]

@@ -128,6 +128,26 @@ def result_residuals(feedback, numel):
     return lost
 
 
+@pytest.mark.parametrize("with_feedback", [False, True])
+def test_the_payloads_to_reduce_are_rows_of_one_matrix(with_feedback, monkeypatch):
+    """So CUDA kernels read them where they are."""
+    found = []
+
+    def note(payloads):
+        found.append([payload.data_ptr() for payload in payloads])
+        assert len({payload.untyped_storage().data_ptr() for payload in payloads}) == 1
+
+    reduce, reduce_encode = MinMax8.reduce, MinMax8.reduce_encode
+    monkeypatch.setattr(MinMax8, "reduce", lambda *args, **rest: (note(args[1]), reduce(*args, **rest)))
+    monkeypatch.setattr(MinMax8, "reduce_encode", lambda *args, **rest: (note(args[1]), reduce_encode(*args, **rest)))
+    feedback = [ErrorFeedback(333, torch.device("cpu")) for _ in range(3)] if with_feedback else None
+    all_reduce(inputs(3, 333), feedback=feedback)
+    assert len(found) == 3
+    for addresses in found:
+        first, second = (b - a for a, b in pairwise(addresses))
+        assert first == second > 0 and first % 16 == 0
+
+
 @pytest.mark.parametrize("unless", [None, torch.tensor(False), torch.tensor(True)])
 def test_residuals_change_when_they_are_committed(unless):
     """Not by an exchange that fails, nor by one whose result is not used."""

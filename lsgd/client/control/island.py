@@ -15,6 +15,7 @@ import mmap
 import os
 import pickle
 import queue
+import select
 import shutil
 import socket
 import threading
@@ -351,6 +352,7 @@ class _Peer:
         """
         received = self._next(tag[1])
         if received is None:
+            self._received.put(None)  # for the next call
             raise self._lost
         if received[0] != tag:
             raise LsgdError(
@@ -385,8 +387,7 @@ class _Peer:
         try:
             while True:
                 now = time.monotonic()
-                if now - beat_at >= BEAT_S:
-                    self.send("beat", None)
+                if now - beat_at >= BEAT_S and self._beat():
                     beat_at = now
                 if self._link.poll(BEAT_S / 2):
                     kind, value = self._link.recv()
@@ -415,6 +416,20 @@ class _Peer:
             logger.error("%s: this process ends with exit code %d", self._lost, IslandError.exit_code)
             logging.shutdown()
             os._exit(IslandError.exit_code)
+
+    def _beat(self) -> bool:
+        """Send a sign of life, and return True; or False, rather than wait for a process that takes nothing."""
+        if not self._sending.acquire(blocking=False):
+            return False
+        try:
+            room = select.poll()
+            room.register(self._link, select.POLLOUT)
+            if not room.poll(0):
+                return False
+            self._link.send(("beat", None))
+            return True
+        finally:
+            self._sending.release()
 
     def _received_data(self, data: bytearray | int | None) -> bytearray | mmap.mmap | None:
         """Return the bytes of tensors; a number of them is followed by a file in memory."""

@@ -13,6 +13,13 @@ from lsgd.collectives.group import Group
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation
 
+INSIDE_PATIENCE = 1000
+"""How many times ``exchange_timeout_s`` a member waits for another one of its node that may be busy with other nodes.
+
+It need not notice by itself that something is wrong. A member whose exchange with another node fails cuts its
+connections; one that is frozen loses its lease; and the servers end a round in which nothing moves.
+"""
+
 
 class Traffic:
     """Counts the bytes of tensors that groups send and receive; safe to use from several threads."""
@@ -39,6 +46,7 @@ class Members:
         names: the members', for errors.
         rank: this member's index in ``ranks``.
         node_sizes: number of members on each node, in order.
+        patience: how many times ``exchange_timeout_s`` each waits for a silent one.
     """
 
     name: str
@@ -46,6 +54,7 @@ class Members:
     names: Sequence[str]
     rank: int
     node_sizes: Sequence[int]
+    patience: float = 1.0
 
     @staticmethod
     def of(generation: Generation, worker: str) -> "Members":
@@ -66,6 +75,7 @@ class Members:
             [self.names[rank] for rank in ranks],
             ranks.index(self.rank),
             [len(ranks)] if one_node else [1] * len(ranks),
+            INSIDE_PATIENCE if one_node and len(self.node_sizes) > 1 else 1.0,
         )
 
 
@@ -73,7 +83,7 @@ class WorkerGroup(Group):
     """A Group of the workers of a generation.
 
     Args:
-        timeout_s: deadline of each verb.
+        timeout_s: deadline of each verb, for members whose patience is 1.
 
     Attributes:
         device: best device for tensors that are created only for the group.
@@ -87,7 +97,7 @@ class WorkerGroup(Group):
     def __init__(self, members: Members, timeout_s: float, traffic: Traffic | None = None) -> None:
         self._members = members
         self._subgroups: dict[str, WorkerGroup] = {}
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s * members.patience
         self._traffic = traffic or Traffic()
         self.rank = members.rank
         self.size = len(members.ranks)

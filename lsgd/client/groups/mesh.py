@@ -54,7 +54,7 @@ class Mesh:
         address: this machine's, to which the others connect.
         store: where the members publish their endpoints.
         certificate: key and certificate of TLS (PEM); empty: the connections are not encrypted.
-        timeout_s: how long to try to make a connection.
+        timeout_s: how long to try to make a connection for which an operation waits.
         routes: returns the routes for a rank and a function that returns the endpoint of a rank.
         when_cut: ends the waits for what members publish.
     """
@@ -126,10 +126,15 @@ class Mesh:
             logger.info("%s: %s", what, slowest)
 
     def progress(self) -> str:
-        """Return the progress of the slowest stream that has been moving for a while; an empty text: there is none."""
+        """Return the progress of the slowest stream that has been moving for a while; an empty text: there is none.
+
+        The servers take a text that changes for movement, so a stream that has been silent for too long has none.
+        """
         with self._lock:
             streams = list(self._streams.values())
-        moving = [one for stream in streams if (one := stream.progress()).left_nbytes and one.seconds > SHOWN_AFTER_S]
+        silent_since = time.monotonic() - self.timeout_s
+        told = [stream.progress() for stream in streams if stream.moved_at > silent_since]
+        moving = [one for one in told if one.left_nbytes and one.seconds > SHOWN_AFTER_S]
         return str(max(moving, key=lambda one: one.left_s)) if moving else ""
 
     def _endpoint_of(self, rank: int) -> Endpoint:
@@ -178,8 +183,8 @@ class Mesh:
     # -- in the thread that makes connections ------------------------------------------------------------------
 
     async def _keep_trying(self, stream: TensorStream, route: Route, hello: Hello) -> None:
-        """Make a stream's connection; try again until it succeeds or is hopeless."""
-        deadline = time.monotonic() + self.timeout_s
+        """Make a stream's connection; try again until it succeeds, is hopeless, or is waited for too long."""
+        began = time.monotonic()
         pause_s, longest_s = _RETRY_S
         while True:
             try:
@@ -188,7 +193,8 @@ class Mesh:
                 return
             except (OSError, TimeoutError) as error:
                 stream.trouble = error.strerror or str(error) or f"no answer within {HELLO_WITHIN_S:g} s"
-                if _is_final(error) or time.monotonic() > deadline:
+                late = time.monotonic() - max(began, stream.waited_since()) > self.timeout_s
+                if _is_final(error) or late:
                     stream.fail(ConnectionError(f"no connection with {stream.peer}: {stream.trouble}"))
                     return
             await asyncio.sleep(pause_s)

@@ -84,7 +84,11 @@ class WireMessage:
 
 
 class Operation:
-    """Messages that a verb waits for together."""
+    """Messages that a verb waits for together.
+
+    Attributes:
+        started_at: time when they were put, by ``time.monotonic``.
+    """
 
     def __init__(self) -> None:
         self._puts: list[tuple[TensorStream, WireMessage]] = []
@@ -92,13 +96,13 @@ class Operation:
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._started_at = 0.0
+        self.started_at = 0.0
 
     def start(self, puts: Sequence[tuple[TensorStream, memoryview]], verb: str) -> None:
         """Put these messages on their streams; call it once."""
         tag = zlib.crc32(verb.encode())
         self._puts = [(stream, WireMessage(HEADER.pack(len(view), tag), view, self)) for stream, view in puts]
-        self._left, self._started_at = len(puts), time.monotonic()
+        self._left, self.started_at = len(puts), time.monotonic()
         for stream, message in self._puts:
             stream.put(message)
 
@@ -124,7 +128,7 @@ class Operation:
     def _silence_left_s(self, streams: Sequence[TensorStream], silence_s: float) -> float:
         """Return how long the streams may still be silent."""
         now = time.monotonic()
-        left_s = {stream: max(self._started_at, stream.moved_at) + silence_s - now for stream in streams}
+        left_s = {stream: max(self.started_at, stream.moved_at) + silence_s - now for stream in streams}
         late = {stream.peer: stream.trouble for stream in streams if left_s[stream] <= 0}
         if late:
             words = [f"{peer} did not do its part in time{f' ({why})' if why else ''}" for peer, why in late.items()]
@@ -218,6 +222,11 @@ class TensorStream:
         since, before = self._busy_since
         moved_nbytes = max(0, self._moved - before)  # less, if some is sent again
         return StreamProgress(self.peer, time.monotonic() - since, moved_nbytes, self._put - self._moved)
+
+    def waited_since(self) -> float:
+        """Return since when an operation has waited for this stream; infinity: none does."""
+        with self._lock:
+            return next((one.operation.started_at for one in self._messages if not one.done), math.inf)
 
     def release(self, message: WireMessage) -> None:
         """Stop using a message's memory: it is through, and its operation was waited for."""

@@ -20,6 +20,9 @@ window. TLS may already hold the start of a record, which is at most this long; 
 JOINED_NBYTES = 16 << 10
 """Messages up to this size are copied behind their headers, to leave in one packet or TLS record."""
 
+RECORD_NBYTES = 16 << 10
+"""The longest record of TLS. The start of one is lost with its connection, although the receiver's system has it."""
+
 STALLED_S = 5.0
 """A connection is given up if nothing is acknowledged for this long although bytes are under way, in seconds."""
 
@@ -32,6 +35,7 @@ class OutgoingStream(TensorStream):
     def __init__(self, peer: str, loop: Loop, lost: Callable[[], None]) -> None:
         super().__init__(peer, loop, lost)
         self._kept: deque[WireMessage] = deque()  # have left, but may not have arrived
+        self._arrived = 0  # at least so many bytes of the stream
         self._under_way = (0, 0)  # as it was when it last changed
         self._changed_at = 0.0
 
@@ -47,7 +51,8 @@ class OutgoingStream(TensorStream):
                 connection.close()
                 self._fail(ConnectionError(f"{self.peer} lacks {first - received} bytes that are no longer here"))
                 return
-            self._moved = first
+            self._moved, self._arrived = first, received
+            self._under_way = (-1, 0)  # that of another connection says nothing
             if self._messages:
                 self._begin(self._messages[0])
                 self._skip(received - first)
@@ -57,7 +62,7 @@ class OutgoingStream(TensorStream):
         """Keep a copy of what is not acknowledged, and stop using the tensor's memory."""
         with self._lock:
             message.released = True
-            arrived = max(0, self._moved - self._under_way_nbytes() - self.between_nbytes)
+            arrived = self._note_arrived()
             while self._kept and self._kept[0].released and self._kept[0].end <= arrived:
                 self._kept.popleft()
             if message not in self._messages:
@@ -74,7 +79,7 @@ class OutgoingStream(TensorStream):
                 return
             state = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKED_OFFSET + 4)
             (packets,) = struct.unpack_from("=I", state, _UNACKED_OFFSET)  # 0 if the receiver's window is full
-            now, under_way = time.monotonic(), (self._moved, self._under_way_nbytes())
+            now, under_way = time.monotonic(), (self._moved, _unacknowledged_nbytes(connection))
             if not packets or under_way != self._under_way:
                 self._under_way, self._changed_at = under_way, now
             elif now - self._changed_at > STALLED_S:
@@ -87,12 +92,17 @@ class OutgoingStream(TensorStream):
                 connection.send(GOODBYE)
         super().close()
 
-    def _under_way_nbytes(self) -> int:
-        """Return an upper bound of the bytes that the receiver's system has not acknowledged."""
-        if self._connection is None:
-            return self._moved
-        (nbytes,) = struct.unpack("=i", fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, b"\0" * 4))
-        return int(nbytes)
+    def _drop(self) -> None:
+        self._note_arrived()
+        super()._drop()
+
+    def _note_arrived(self) -> int:
+        """Return how many bytes of the stream have certainly arrived; without a connection, as of the last one."""
+        if (connection := self._connection) is not None:
+            record = RECORD_NBYTES if isinstance(connection, ssl.SSLSocket) else 0
+            lost_nbytes = _unacknowledged_nbytes(connection) + self.between_nbytes + record
+            self._arrived = max(self._arrived, self._moved - lost_nbytes)
+        return self._arrived
 
     def _skip(self, count: int) -> None:
         """Continue the first message after ``count`` of its bytes."""
@@ -127,6 +137,12 @@ class OutgoingStream(TensorStream):
         with suppress(*WOULD_BLOCK):
             if not connection.recv(1):
                 raise ConnectionResetError("it was closed at the other end")
+
+
+def _unacknowledged_nbytes(connection: socket.socket) -> int:
+    """Return how many bytes the receiver's system has not acknowledged, those of TLS included."""
+    (nbytes,) = struct.unpack("=i", fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, b"\0" * 4))
+    return int(nbytes)
 
 
 class IncomingStream(TensorStream):

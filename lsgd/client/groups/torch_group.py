@@ -170,7 +170,7 @@ class TorchGroup(WorkerGroup):
         self.transport = backend
         self.device = device
         self._groups = groups
-        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._timeout = datetime.timedelta(seconds=self._timeout_s)
 
     def _group_of(self, members: Members) -> "TorchGroup":
         return TorchGroup(self._groups, members, self._timeout_s, self.transport, self.device, self._traffic)
@@ -243,16 +243,17 @@ def torch_group(
     cut, for whatever reason, and must not wait; by default it ends the waits in the store.
     """
     timeout_s, device = membership.plan.run.exchange_timeout_s, membership.device
-    me = members.ranks[members.rank]
+    me, patience_s = members.ranks[members.rank], timeout_s * members.patience
 
     def make(name: str, ranks: Sequence[int]) -> dist.ProcessGroup:
         rank = list(ranks).index(me)
         if backend == "nccl":
-            return nccl_group(PrefixStore(name, store), rank, len(ranks), timeout_s, device)
-        return gloo_group(PrefixStore(name, store), rank, len(ranks), timeout_s, membership.join.address)
+            return nccl_group(PrefixStore(name, store), rank, len(ranks), patience_s, device)
+        return gloo_group(PrefixStore(name, store), rank, len(ranks), patience_s, membership.join.address)
 
     home = device if backend == "nccl" else torch.device("cpu")
-    return TorchGroup(ProcessGroups(make, timeout_s, when_cut or store.end), members, timeout_s, backend, home, traffic)
+    groups = ProcessGroups(make, patience_s, when_cut or store.end)
+    return TorchGroup(groups, members, timeout_s, backend, home, traffic)
 
 
 def nccl_group(store: Store, rank: int, size: int, timeout_s: float, device: torch.device) -> dist.ProcessGroup:

@@ -1,8 +1,9 @@
 """The codecs on CUDA: launches the kernels of few_bits.cu and minmax8.cu.
 
-CuPy compiles them at first use and keeps them in its disk cache. They get the tensors' addresses, so nothing is copied,
-and run on torch's current stream of the tensors' device. This is the only module that imports CuPy. The kernels produce
-the same bytes as the codecs do in torch, including those of a shorter last block.
+NVRTC, through CuPy, compiles a file once in a process for each architecture. That takes one to three seconds, and
+nothing is kept on disk. The kernels get the tensors' addresses, so nothing is copied, and run on torch's current stream
+of the tensors' device. They produce the same bytes as the codecs do in torch, including those of a shorter last block.
+This is the only module that imports CuPy.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ import functools
 import itertools
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,27 +37,28 @@ ELEMENTS_PER_DECODER: Final = 16
 
 _Arguments: TypeAlias = Sequence[int | float]  # to the kernel, a ``long long`` and a ``float``
 
-Launch: TypeAlias = Callable[[torch.device, str, int, int, _Arguments], None]
-"""Queues a kernel (by name, with grid, threads and arguments) on the current stream of a device."""
+Launch: TypeAlias = Callable[[str, int, int, _Arguments], None]
+"""Queues a kernel (by name, with grid, threads and arguments) on the current stream of one device."""
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """A stream's handle, in the form that CuPy 14 and later accept."""
+class _Stream(NamedTuple):
+    """A stream's handle, where CuPy looks for it."""
 
-    handle: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
+    ptr: int
 
 
 class CupyLaunch:
-    """Launches kernels through CuPy that are ``extern "C"`` and take only ``long long`` and ``float``.
+    """Launches a source's kernels on one device through CuPy; they take only ``long long`` and ``float``.
 
-    Raises ImportError without CuPy, and RuntimeError if it is built for another CUDA than torch's or finds no GPU.
+    They are compiled and loaded here, not at the first launch, and without ``cupy.RawModule``, which always makes
+    subnormal numbers zero (``-ftz=true``).
+
+    Raises:
+        ImportError: CuPy cannot be imported.
+        RuntimeError: CuPy is built for another CUDA than torch's, finds no GPU, or cannot compile or load the source.
     """
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, device: torch.device) -> None:
         version = torch.version.cuda
         if version is None:
             raise RuntimeError("this build of torch has no CUDA (perhaps it is for ROCm), so CuPy cannot work with it")
@@ -65,56 +66,68 @@ class CupyLaunch:
         remedy = f"pip install cupy-cuda{major}x"
         try:
             import cupy
-        except ImportError as error:
+        except Exception as error:  # CuPy 13.0 beside NumPy 2 raises AttributeError
             raise ImportError(f"CuPy cannot be imported ({error}); {remedy}") from error
         built_for = cupy.cuda.runtime.runtimeGetVersion() // 1000
         if built_for != major:
             raise RuntimeError(f"CuPy is built for CUDA {built_for}, torch for CUDA {major}; {remedy}")
         if not cupy.cuda.is_available():
             raise RuntimeError(f"CuPy finds no GPU though torch does; {remedy}")
-        self._cuda: Any = cupy.cuda
+        self._device, self._cupy_device = device, cupy.cuda.Device(device.index)
         self._float: Any = cupy.float32
-        self._module: Any = cupy.RawModule(code=source, options=COMPILE_OPTIONS)
-        self._functions: dict[tuple[int, str], Any] = {}
+        self._functions: dict[str, Any] = {}
+        try:
+            code = _compiled(source, self._cupy_device.compute_capability)
+            self._module: Any = cupy.cuda.function.Module()
+            with self._cupy_device:
+                self._module.load(code)
+        except Exception as error:  # CuPy's errors have no base in common
+            raise RuntimeError(f"CuPy cannot compile or load the kernels for {device}: {error}") from error
 
-    def __call__(self, device: torch.device, kernel: str, grid: int, threads: int, arguments: _Arguments) -> None:
+    def __call__(self, kernel: str, grid: int, threads: int, arguments: _Arguments) -> None:
         """Queue the kernel."""
-        with self._cuda.Device(device.index), self._stream(device):
-            function = self._functions.get((device.index, kernel))
+        typed = tuple(self._float(a) if isinstance(a, float) else a for a in arguments)
+        stream = _Stream(torch.cuda.current_stream(self._device).cuda_stream)
+        with self._cupy_device:
+            function = self._functions.get(kernel)
             if function is None:
-                function = self._functions[device.index, kernel] = self._module.get_function(kernel)
-            typed = tuple(self._float(a) if isinstance(a, float) else a for a in arguments)
-            function((grid,), (threads,), typed)
-
-    def _stream(self, device: torch.device) -> Any:
-        """Return torch's current stream as CuPy's."""
-        handle = torch.cuda.current_stream(device).cuda_stream
-        if hasattr(self._cuda.Stream, "from_external"):
-            return self._cuda.Stream.from_external(_Stream(handle))
-        return self._cuda.ExternalStream(handle, device.index)  # CuPy 13
+                function = self._functions[kernel] = self._module.get_function(kernel)
+            function((grid,), (threads,), typed, stream=stream)
 
 
 @functools.cache
-def cupy_launch(source: Path) -> Launch:
-    """Return the launcher of a file's kernels; raises like :class:`CupyLaunch`."""
-    return CupyLaunch(source.read_text())
+def _compiled(source: str, architecture: str) -> bytes:
+    """Return a source's code for an architecture, such as ``90``."""
+    import cupy
+
+    code: bytes
+    code, _ = cupy.cuda.compiler.compile_using_nvrtc(source, COMPILE_OPTIONS, architecture, cache_in_memory=True)
+    return code
+
+
+@functools.cache
+def cupy_launch(source: Path, device: torch.device) -> Launch:
+    """Return the launcher of a file's kernels on a device; raises like :class:`CupyLaunch`."""
+    return CupyLaunch(source.read_text(), device)
 
 
 # ---- levels1, levels2, minmax4, topk -----------------------------------------------------------------------------
 
 
 class _FewBitsKernels(Kernels):
-    """Launches the kernels of a low-bit codec, by default with CuPy; a thread block works on ``elements``.
+    """Launches the kernels of a low-bit codec; a thread block works on ``elements``.
 
     ``encoder`` and ``decoder`` are a kernel's name, and its arguments besides arrays and their length.
     """
 
+    source: ClassVar[Path] = FEW_BITS
+
     def __init__(
-        self, encoder: tuple[str, _Arguments], decoder: tuple[str, _Arguments], elements: int, launch: Launch | None
+        self, encoder: tuple[str, _Arguments], decoder: tuple[str, _Arguments], elements: int, launch: Launch
     ) -> None:
         self._encoder, self._decoder = encoder, decoder
         self._elements = elements
-        self._launch = launch or cupy_launch(FEW_BITS)
+        self._launch = launch
 
     def encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
         """Write the parts of ``x``."""
@@ -131,15 +144,13 @@ class _FewBitsKernels(Kernels):
         return [part.data_ptr() for part in parts]
 
     def _run(self, kernel: str, values: Tensor, arguments: _Arguments) -> None:
-        self._launch(values.device, kernel, -(-values.numel() // self._elements), THREADS, arguments)
+        self._launch(kernel, -(-values.numel() // self._elements), THREADS, arguments)
 
 
 class LevelsKernels(_FewBitsKernels):
     """The kernels for one block size and these levels; see :class:`lsgd.codecs.levels.ScaledBlocks`."""
 
-    def __init__(
-        self, block: int, near: float, far: float, threshold: float | None, launch: Launch | None = None
-    ) -> None:
+    def __init__(self, block: int, near: float, far: float, threshold: float | None, launch: Launch) -> None:
         steps = (threshold or 0.0, near, far - near, near**2, far**2 - near**2)
         constants = struct.unpack("<5q", struct.pack("<5d", *steps))
         encoder = f"encode_levels{1 if threshold is None else 2}_{block}"
@@ -153,14 +164,14 @@ class LevelsKernels(_FewBitsKernels):
 class MinMax4Kernels(_FewBitsKernels):
     """The kernels for one block size."""
 
-    def __init__(self, block: int, launch: Launch | None = None) -> None:
+    def __init__(self, block: int, launch: Launch) -> None:
         super().__init__(("encode_minmax4", (block,)), ("decode_minmax4", (block,)), WARPS * block, launch)
 
 
 class TopKKernels(_FewBitsKernels):
     """The kernels for chunks of 4,096 and one ``k``, a power of two from 8 to half a chunk."""
 
-    def __init__(self, chunk: int, k: int, launch: Launch | None = None) -> None:
+    def __init__(self, chunk: int, k: int, launch: Launch) -> None:
         super().__init__(("encode_topk", (k,)), ("decode_topk", (k,)), chunk, launch)
 
 
@@ -170,12 +181,13 @@ class TopKKernels(_FewBitsKernels):
 class MinMax8Kernels(Kernels):
     """The kernels for one block size; 0: the whole vector is one block."""
 
+    source: ClassVar[Path] = MINMAX8
     narrow: ClassVar[bool] = True
     reduces: ClassVar[bool] = True
 
-    def __init__(self, block: int, launch: Launch | None = None) -> None:
+    def __init__(self, block: int, launch: Launch) -> None:
         self._block = block
-        self._launch = launch or cupy_launch(MINMAX8)
+        self._launch = launch
 
     def encode(self, x: Tensor, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
         """Write the parts of ``x``."""
@@ -188,13 +200,13 @@ class MinMax8Kernels(Kernels):
         numel, (scales, codes) = out.numel(), (part.data_ptr() for part in parts)
         where = (scales, codes, out.data_ptr(), numel, *self._divisor(numel))
         grid = -(-numel // (THREADS * ELEMENTS_PER_DECODER))
-        self._launch(out.device, f"{verb}_{_name(out.dtype)}", grid, THREADS, (*where, *more))
+        self._launch(f"{verb}_{_name(out.dtype)}", grid, THREADS, (*where, *more))
 
     def reduce(self, total: Sum, out: Tensor) -> None:
         """Write the sum to ``out``."""
         source, keep = self._payloads(total)
         grid = -(-out.numel() // (THREADS * ELEMENTS))
-        self._launch(out.device, "dequantize_reduce", grid, THREADS, (*source, out.data_ptr(), out.numel()))
+        self._launch("dequantize_reduce", grid, THREADS, (*source, out.data_ptr(), out.numel()))
         del keep  # the stream reuses it only after the kernel
 
     def reduce_encode(self, total: Sum, header: Tensor, parts: Sequence[Tensor], seed: int | None = None) -> None:
@@ -206,7 +218,7 @@ class MinMax8Kernels(Kernels):
     def _encode(
         self, name: str, source: _Arguments, header: Tensor, parts: Sequence[Tensor], numel: int, seed: int | None
     ) -> None:
-        device, block = header.device, self._block or numel
+        block = self._block or numel
         blocks, most = -(-numel // block), MAX_THREADS * ELEMENTS * CHUNKS
         scales, codes = (part.data_ptr() for part in parts)
         target = (scales, codes, header.data_ptr() + FLAGS_OFFSET)
@@ -217,7 +229,7 @@ class MinMax8Kernels(Kernels):
             chunks = 1 if longest <= THREADS * ELEMENTS else CHUNKS
             threads = -(-longest // (32 * chunks * ELEMENTS)) * 32
             kernel = f"quantize_{name}_{chunks}_{rounding}"
-            self._launch(device, kernel, count, threads, (*source, *target, first, numel, block, key))
+            self._launch(kernel, count, threads, (*source, *target, first, numel, block, key))
 
         if block <= most:
             quantize(0, blocks, min(block, numel))
@@ -227,10 +239,10 @@ class MinMax8Kernels(Kernels):
         if big:
             segments = min(MAX_SEGMENTS, -(-min(block, numel) // (THREADS * ELEMENTS)))
             where = (numel, block, segments)
-            self._launch(device, f"find_ranges_{name}", big * segments, THREADS, (*source, codes, *where))
-            self._launch(device, "close_blocks", big, THREADS, (*target, block, segments))
+            self._launch(f"find_ranges_{name}", big * segments, THREADS, (*source, codes, *where))
+            self._launch("close_blocks", big, THREADS, (*target, block, segments))
             kernel = f"write_codes_{name}_{rounding}"
-            self._launch(device, kernel, big * segments, THREADS, (*source, scales, codes, *where, key))
+            self._launch(kernel, big * segments, THREADS, (*source, scales, codes, *where, key))
         if big < blocks:
             quantize(big, 1, last)
 
