@@ -59,7 +59,8 @@ class QuantizedState:
         self.seed = seed
         self.step = 0
         self.feedback: dict[int, ErrorFeedback] = {}
-        group = _RankGroup(dist.new_group(dist.get_process_group_ranks(process_group or dist.group.WORLD)))
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+        group = _RankGroup(dist.new_group(ranks, use_local_synchronization=True))
         self._all_reduce = QuantizedAllReduce(group, rounding_codec(codec, block or 0, rounding), rounding=rounding)
         self._background = Background()
         self._pipeline = Pipeline()

@@ -215,14 +215,12 @@ class LeaderSGD(Delayed):
         return self.global_leader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return both leaders; the node's is an empty list if there are only global rounds."""
-        return {"global_leader": self.global_leader, "local_leader": self.local_leader}
+        """Return the global leader; a generation begins with it as the node's."""
+        return {"global_leader": self.global_leader}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore both leaders."""
+        """Restore the global leader."""
         copy_all(self.global_leader, state["global_leader"])
-        local = clones(state["local_leader"])
-        self._local = _LeaderCopy(local, self.settings) if local else None
 
 
 class _LeaderCopy:

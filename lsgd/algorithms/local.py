@@ -183,9 +183,10 @@ class LocalSGD(Delayed):
     averages gradients before an optimizer like AdamW divides by their size, which makes up for that; local SGD
     averages after the division. The factor restores the length. The final consensus is the plain mean.
 
-    c and v are float32 (float64 for float64 parameters) and equal on all members. d travels in the model's dtype, or
-    in the codec of ``compression`` with error feedback: a worker sends ``Q(x - c + decay e)``, and e becomes what Q
-    lost. A member keeps e when others come and go.
+    c and v are float32 (float64 for float64 parameters) and equal on all members. In 16 bits a worker begins with a
+    rounded c, so its change is measured from that; else each round would lose what c has gained since. d travels in the
+    model's dtype, or in the codec of ``compression`` with error feedback: a worker sends ``Q(x - c + decay e)``, and e
+    becomes what Q lost. A member keeps e when others come and go.
 
     With ``fragments``, each round does that for one of that many equal parts of the model, in turn (Streaming DiLoCo,
     arXiv 2501.18512). With ``delay``, d is taken at the round and c changes that many steps later. With s the model of
@@ -203,6 +204,7 @@ class LocalSGD(Delayed):
         self.settings = settings
         self._run = run
         self.common = [x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in parameters]
+        self._dtypes = [x.dtype for x in parameters]
         self._velocity: list[Tensor] = []
         self._codec = settings.make_codec()
         self._fragments = _places(parameters, settings.fragments, self._codec.unit)
@@ -257,7 +259,7 @@ class LocalSGD(Delayed):
         models = list(self._parts(fragment, parameters, self.common))
         for x, c in models:
             change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
-            changes.append(zero_unless(finite, torch.sub(x, c, out=change)) if counts else change.zero_())
+            changes.append(zero_unless(finite, _subtracted(x, c, change)) if counts else change.zero_())
         if self.settings.delay:  # training changes them before the result is there
             models = [(x.to(c.dtype, copy=True), c) for x, c in models]
         means = [in_memory(change) for change in changes]
@@ -333,13 +335,13 @@ class LocalSGD(Delayed):
         """
         decay, found = self._decay(group, sends=sends), list[Tensor]()
         lossy = self._mean is not None and not self._is_of_node(group)
-        for index, ((x, c), mean) in enumerate(zip(models, means, strict=True)):
+        for index, ((x, c), dtype, mean) in enumerate(zip(models, self._dtypes, means, strict=True)):
             kept = self._feedback[fragment][index].residual if lossy else c
             for here, piece in mean():
                 parts = (torch.split(y[here], PIECE_NUMEL) for y in (x, c, kept, lost[index]))
                 for now, common, residual, rest, total in zip(*parts, torch.split(piece, PIECE_NUMEL), strict=True):
                     kind = torch.promote_types(total.dtype, torch.float32)
-                    own = (now - common).to(kind)
+                    own = (now - _begun_with(common, dtype)).to(kind)
                     if lossy:
                         others = torch.add(rest, total, alpha=group.size).sub_(residual, alpha=decay)
                     else:
@@ -480,6 +482,18 @@ class LocalSGD(Delayed):
                 feedback.load_state_dict(each)
         self._members = tuple(state["members"])
         self._outliers = Outliers(state.get("usual", 0.0))  # earlier checkpoints do not have it
+
+
+def _begun_with(common: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the common model as workers take it over, in the dtype of theirs."""
+    return common.to(dtype).to(common.dtype)
+
+
+def _subtracted(x: Tensor, common: Tensor, change: Tensor) -> Tensor:
+    """Write to ``change``, and return, how far a model has moved since it took over the common one."""
+    for now, began, piece in zip(*(torch.split(y, PIECE_NUMEL) for y in (x, common, change)), strict=True):
+        torch.sub(now, _begun_with(began, now.dtype), out=piece)
+    return change
 
 
 def _any(changes: Flat, group: Group) -> bool:

@@ -226,9 +226,18 @@ class Pass(Generic[T]):
 
 
 class EveryNth(Sampler[Any]):
-    """Every n-th of what a sampler yields, from this worker's rank on: an index, or a batch of indices."""
+    """Every n-th of what a sampler yields, from this worker's rank on: an index, or a batch of indices.
+
+    Raises:
+        ConfigError: the sampler has no length.
+    """
 
     def __init__(self, sampler: Any, place: Callable[[], tuple[int, int]]) -> None:
+        if length(sampler) == math.inf:
+            raise ConfigError(
+                f"shard() divides what a sampler yields by its length, and a {type(sampler).__name__} has none: give "
+                f"it a __len__; or let each worker's sampler yield its own part (worker.part), and leave out shard()"
+            )
         self._sampler, self._place = sampler, place
 
     def __iter__(self) -> Iterator[Any]:
@@ -256,7 +265,7 @@ def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], proces
     """Return a DataLoader of a worker's shard of another one's dataset.
 
     Raises:
-        ConfigError: the dataset is too small.
+        ConfigError: the dataset is too small, or a sampler has no length.
     """
     options, sampler = options_of(loader), loader.sampler
     if type(loader.batch_sampler) not in (BatchSampler, type(None)):

@@ -305,7 +305,7 @@ class Worker:
             data: DataLoader or stream, the same on all workers; a stream shuffled with the same seed, if at all.
 
         Raises:
-            ConfigError: it is neither, or a dataset has fewer samples than workers.
+            ConfigError: it is neither, a dataset has fewer samples than workers, or a sampler has no length.
         """
         if not isinstance(data, DataLoader):
             return self._checkpoints.attend(self._part(data))

@@ -25,11 +25,6 @@ class Background:
         self._stream: torch.cuda.Stream | None = None
         self._thread: threading.Thread | None = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether :meth:`finish` is due for a call."""
-        return self._last is not None
-
     def start(self, call: Callable[[], None], device: torch.device) -> None:
         """Run ``call`` after earlier calls, and after what is already queued on the current stream of ``device``."""
         if device.type == "cuda":

@@ -81,7 +81,7 @@ class LsgdLoop(Integration):
             )
         shuffled = isinstance(getattr(getattr(self._loader, "batch_sampler", None), "sampler", None), RandomSampler)
         self._shard(self._loader, self._seed, shuffled)
-        self._join(self._model, self._optimizer)
+        self._join(self._model, self._optimizer, self._accelerator.scaler)
         self._hook = self._model.register_forward_pre_hook(self._before_forward)
         return self
 

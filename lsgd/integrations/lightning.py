@@ -55,16 +55,6 @@ class LsgdCallback(Integration, Callback):
         assert self._worker is not None, "the worker joins when training begins"
         return self._worker
 
-    @property
-    def rank(self) -> int:
-        """This worker's rank in the run, 0 before training."""
-        return self._place()[0]
-
-    @property
-    def first(self) -> bool:
-        """Whether this worker saves for all, ``if callback.first: trainer.save_checkpoint(...)``; at first true."""
-        return self._worker is None or self._worker.first
-
     # -- the hooks of a Trainer, in their order ----------------------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -79,7 +69,7 @@ class LsgdCallback(Integration, Callback):
         if self._stream is not None and self._restored:
             self._stream.load_state_dict(self._restored)
         self._in_step = self._away = self._closed = False
-        worker = self._join(pl_module, trainer.optimizers)
+        worker = self._join(pl_module, trainer.optimizers, getattr(trainer.precision_plugin, "scaler", None))
         if self._stream is not None and loader.num_workers:  # its processes have already prefetched from all the data
             iter(trainer.fit_loop._data_fetcher)
         rank_zero_only.rank = 0 if worker.first else max(1, worker.rank)

@@ -50,6 +50,16 @@ class Integration:
         self._batch_size = 0
         self._muted = ExitStack()
 
+    @property
+    def rank(self) -> int:
+        """This worker's rank in the run, 0 before training."""
+        return self._place()[0]
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker saves for all; true before training: ``if callback.first: trainer.save_model()``."""
+        return self._worker is None or self._worker.first
+
     def _shard(self, loader: Any, seed: int, shuffle: bool) -> None:
         """Replace a DataLoader's sampler with this worker's shards; a pass keeps its number of batches, all full."""
         if not self._shards:
@@ -66,11 +76,11 @@ class Integration:
         self._stream = ShardStream(len(loader.dataset), len(batches) * self._batch_size, self._place, seed, shuffle)
         batches.sampler = self._stream
 
-    def _join(self, model: nn.Module, optimizers: Any) -> Worker:
-        options = dict(self._options)
-        if self._stream is not None:
-            options["extra"] = {**(options.get("extra") or {}), "lsgd_stream": self._stream}
-        self._worker = Worker.join(model, optimizers, **options)
+    def _join(self, model: nn.Module, optimizers: Any, scaler: Any) -> Worker:
+        """Join the run; ``scaler`` is the trainer's GradScaler, or None."""
+        own = {"lsgd_stream": self._stream, "lsgd_scaler": scaler}
+        extra = {**(self._options.get("extra") or {}), **{name: x for name, x in own.items() if x is not None}}
+        self._worker = Worker.join(model, optimizers, **{**self._options, "extra": extra})
         return self._worker
 
     def _place(self) -> tuple[int, int]:

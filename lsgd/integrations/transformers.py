@@ -63,16 +63,6 @@ class LsgdCallback(Integration, TrainerCallback):
         """The worker; None before training begins."""
         return self._worker
 
-    @property
-    def rank(self) -> int:
-        """This worker's rank in the run, 0 before training."""
-        return self._place()[0]
-
-    @property
-    def first(self) -> bool:
-        """Whether this worker saves for all; true before training: ``if callback.first: trainer.save_model()``."""
-        return self._worker is None or self._worker.first
-
     def __enter__(self) -> Self:
         return self
 
@@ -110,7 +100,7 @@ class LsgdCallback(Integration, TrainerCallback):
         self._shard(train_dataloader, args.seed if args.data_seed is None else args.data_seed, strategy != "sequential")
         if self._stream is not None and strategy not in ("random", "sequential"):
             logger.warning("train_sampling_strategy = %r is not used: shards are dealt at random", str(strategy))
-        worker = self._join(model, optimizer)
+        worker = self._join(model, optimizer, getattr(optimizer, "scaler", None))
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward, with_kwargs=True),

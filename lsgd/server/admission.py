@@ -87,7 +87,7 @@ def _welcome(state: RunState, members: list[Member]) -> None:
         if member.began < 0:
             member.began = _place_in_loop(state, member, everybody)
         more = state.certificate, state.relay, state.relay_secret, state.first, member.began
-        state.answer(member, Welcome(state.run, state.plan_json, ranks[member], size, warnings, *more))
+        state.answer(member, Welcome(state.run, state.plan.to_json(), ranks[member], size, warnings, *more))
 
 
 def _place_in_loop(state: RunState, member: Member, everybody: Sequence[Member]) -> int:
@@ -130,9 +130,10 @@ def node_leaves(state: RunState, node: int, reason: Reason) -> None:
     state.announced.pop(node, None)
     for member in [m for m in state.roster.members.values() if m.join.node == node]:
         member.leaving = reason
-        if member.state in (MemberState.HELD, MemberState.CUT, MemberState.FINISHED):
+        paused = member.state is MemberState.PAUSED
+        if member.state in (MemberState.HELD, MemberState.CUT, MemberState.FINISHED) or (paused and member.call):
             answers.dismiss(state, member)
-        elif member.state is MemberState.PAUSED:
+        elif paused:
             state.roster.move(member, MemberState.ENDED)
         answers.recall(state, [member])
 
@@ -157,7 +158,7 @@ def evict_silent(state: RunState) -> None:
         nodes = {m.join.node for m in state.roster.members.values()}
         here = {m.join.node for m in state.roster.members.values() if m not in expired}
         if is_minority(len(nodes), len(here)):
-            expired = [m for m in expired if state.now - m.heard_at > run.patience_s]
+            expired = [m for m in expired if state.now - m.heard_at > state.patience_s]
     if not before and (spared := state.roster.spared):
         quiet_s = state.now - max(m.heard_at for m in spared)
         state.note(Why.ALL_SILENT(quiet_s=quiet_s, who=named(spared), timeout_s=run.server_timeout_s))

@@ -160,10 +160,10 @@ class RoundBook:
         failures: number of failed rounds since the last completed global one.
         final: whether the round that makes the consensus has been ordered.
         skipped: number of ids that are used for no round.
+        known: id of the last round that a server knew when it took over; 0: none has taken over.
 
     Attributes:
         open: rounds that some members have not completed, by id.
-        known: id of the last round that this server knew when it began.
         fresh: whether no round of the generation has been ordered yet.
         elections: the last rounds.
         unlisted: number of rounds without a line in the log.
@@ -176,13 +176,13 @@ class RoundBook:
         final: bool = False,
         opened: Iterable[OpenRound] = (),
         skipped: int = 0,
+        known: int = 0,
     ) -> None:
         self.ordered = dict(ordered or {"local": 0, "global": 0})
         self.failures, self.final = failures, final
-        self.skipped = skipped
+        self.skipped, self.known = skipped, known
         self.open = {each.round.id: each for each in opened}
         self.fresh = False
-        self.known = self.next_id - 1
         self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
         self._shares: deque[float] = deque(maxlen=PARTICIPATION_ROUNDS)
         self.unlisted = 0

@@ -143,12 +143,13 @@ class Course:
         self.schedule, self.pace, self.why = stretch.algorithm.schedule(), stretch.pace, stretch.why
 
     def following(
-        self, now: float, count: int, given: int, members: int, progress: float | None, rate: float | None
+        self, now: float, count: int, given: int, members: int, steps: float, progress: float | None, rate: float | None
     ) -> Stretch:
         """Return the stretch that would begin with a global round of ``members`` now.
 
         A phase in lockstep ends when too few iterations are left for one of each member. ``given``: iterations of the
-        run, granted ones included; ``progress``: None if it has no end; ``rate``: of its members, if it has fallen.
+        run, granted ones included; ``steps``: of a member in the whole run; ``progress``: None if it has no end;
+        ``rate``: of its members, if it has fallen.
         """
         number, planned, pace = self.number, self.next_algorithm, self.pace.at(now, count)
         while self.ends[number] - given < (members if planned.schedule().lockstep else 1):
@@ -156,7 +157,6 @@ class Course:
             planned = self.phases[number].algorithm
         if number != self.number:
             pace = Pace(delay=planned.schedule().delay)  # another algorithm sends other bytes
-        steps = given / members / progress if progress else math.inf
         progress = progress if len(self.phases) == 1 else None  # only then the period follows it
         period, why = None, Why.PLANNED()
         if planned.period_is_auto:
@@ -171,11 +171,16 @@ class Course:
             why = Why.WARM() if progress < 0.5 else Why.CLOSING()
         return Stretch(number, planned, algorithm, pace, why)
 
-    def rewind(self, count: int) -> None:
-        """Return to the phase that the run was in after ``count`` iterations."""
+    def rewind(self, count: int) -> bool:
+        """Return to the phase that the run was in after ``count`` iterations; return whether that is another one."""
+        before = self.number
         while self.number and count < self.ends[self.number - 1]:
             self.number -= 1
-            self.next_algorithm = self.phases[self.number].algorithm
+        if self.number == before:
+            return False
+        self.next_algorithm = self.phases[self.number].algorithm
+        self.pace = Pace(delay=self.next_algorithm.schedule().delay)
+        return True
 
     def to_json(self) -> str:
         """Return the algorithm's name and settings as JSON text."""

@@ -149,8 +149,10 @@ def _fail(state: RunState, opened: OpenRound, reason: Reason) -> None:
     state.note(Why.ROUND_FAILS(id=opened.round.id, reason=reason))
     state.ledger.withdraw()
     end_generation(state, reason)
-    if state.book.hopeless:
-        stop(state, Why.ROUNDS_FAIL(failures=state.book.failures, reason=reason))
+    if state.book.hopeless and not state.closed:
+        in_vain = Why.ROUNDS_FAIL(failures=state.book.failures, reason=reason)
+        stop(state, in_vain)
+        state.stopping = in_vain  # it may have stopped already, and this was the last round
 
 
 def end_generation(state: RunState, reason: Reason) -> None:
@@ -167,8 +169,8 @@ def evict_stragglers(state: RunState) -> None:
     A member in an open round is no straggler: that round completes or fails by its own deadlines. While only
     stragglers have the run's model, the others keep waiting: without it they would start over.
     """
-    roster, patience_s = state.roster, state.plan.run.patience_s
-    if not patience_s or state.now - state.moved_at < patience_s:
+    roster, patience_s = state.roster, state.patience_s
+    if state.now - state.moved_at < patience_s:
         return
     if state.book.open or not 0 < roster.held < roster.live:
         return
@@ -189,8 +191,8 @@ def evict_stragglers(state: RunState) -> None:
 
 def end_stalled(state: RunState) -> None:
     """Stop the run if those that have finished wait for others, and nothing has moved for long."""
-    waited_s = STALLED_PATIENCES * state.plan.run.patience_s
-    if state.stopping or not waited_s or state.now - state.moved_at < waited_s:
+    waited_s = STALLED_PATIENCES * state.patience_s
+    if state.stopping or state.now - state.moved_at < waited_s:
         return
     if state.roster.within(MemberState.FINISHED):
         who = named(m for m in state.roster.members.values() if m.state is not MemberState.FINISHED)
@@ -202,9 +204,8 @@ def fail_stuck(state: RunState) -> None:
 
     A transfer that goes on may take as long as it needs: a member gives up one that stands still by itself.
     """
-    run = state.plan.run
-    longest_s = run.patience_s + EXCHANGE_STEPS * run.exchange_timeout_s
-    if not state.book.open or not run.patience_s or state.now - state.moved_at < longest_s:
+    longest_s = state.patience_s + EXCHANGE_STEPS * state.plan.run.exchange_timeout_s
+    if not state.book.open or state.now - state.moved_at < longest_s:
         return
     state.moved_at = state.now
     for opened in list(state.book.open.values()):

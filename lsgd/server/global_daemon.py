@@ -5,6 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 from lsgd import __version__
 from lsgd.errors import ConfigError, ProtocolError
@@ -41,12 +42,12 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Listener, Poller
-from lsgd.server import daemon
+from lsgd.server import daemon, endings
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, MOVED, TICK_S, Ending, complain, say
 from lsgd.server.held import HeldCopy
-from lsgd.server.journal import Captured, Journal, restore, taken_over
+from lsgd.server.journal import Journal, capture, restore, taken_over
 from lsgd.server.reasons import Why
 from lsgd.server.report import Record, progress, report
 from lsgd.server.standbys import Standbys
@@ -141,7 +142,6 @@ class GlobalDaemon:
         self._journal = journal
         self._record = record
         self._standbys = standbys
-        self._captured = Captured()
         self._rendezvous = Rendezvous()
         self._nodes: dict[int, _Node] = {}
         self._challengers: dict[int, tuple[int, float]] = {}  # other servers of a node, and when they first greeted
@@ -222,7 +222,7 @@ class GlobalDaemon:
         self._outbox.clear()
         own = self._nodes.get(self._state.terms[-1].node)
         if not self._gave_way_at and self._standbys and own is not None:
-            self._send(own.peer, b"", self._standbys.whole(self._state, now, self._captured))
+            self._send(own.peer, b"", self._standbys.whole(self._state, now, partial(capture, self._state, now)))
         self._gave_way_at = self._gave_way_at or now
         for peer in peers:
             self._send(peer, b"", moved)
@@ -350,6 +350,8 @@ class GlobalDaemon:
         state.book.elections.extend([*before.book.elections, *(one for one in rounds if one.round > last)])
         state.certificate, state.relay, state.relay_secret = before.certificate, before.relay, before.relay_secret
         state.announced, state.changes = before.announced, max(state.changes, before.changes) + 1
+        if before.stopping:  # who ordered that has heard that it is done
+            endings.stop(state, before.stopping)
         self._begun_from = version
         self.coordinator = Coordinator(state)
         self._state = state
@@ -448,13 +450,14 @@ class GlobalDaemon:
 
     def _keep(self, now: float) -> None:
         """Write decisions to the journal, and send them to the standbys, before any of them is sent to others."""
-        if self._journal and (trouble := self._journal.keep(self._state, now, self._captured)):
+        captured = cache(partial(capture, self._state, now))
+        if self._journal and (trouble := self._journal.keep(self._state, now, captured)):
             complain(trouble)
         if self._standbys is None:
             return
         self._state.guarded = len(self._standbys.places(self._state, now)) > 1
         before = self._standbys.trouble
-        for peer, copy in self._standbys.copies(self._state, now, self._captured):
+        for peer, copy in self._standbys.copies(self._state, now, captured):
             self._outbox[peer][:0] = (b"", encode(copy))  # in one message with the answers, and before them
         if self._standbys.trouble != before:
             complain(self._standbys.trouble or "the run has standbys again")

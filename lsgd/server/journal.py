@@ -110,12 +110,10 @@ class Journal:
         self.resumed = True
         return state, elections
 
-    def keep(
-        self, state: RunState, now: float, captured: Callable[[RunState, float], dict[str, Any]] | None = None
-    ) -> str:
+    def keep(self, state: RunState, now: float, captured: Callable[[], dict[str, Any]]) -> str:
         """Write the state if it has to be there before answers leave; counts alone now and then.
 
-        ``captured`` returns what to write; None: :func:`capture`.
+        ``captured`` returns what :func:`capture` does.
 
         Returns:
             A line for the log if writing has begun to fail or works again, else an empty text.
@@ -126,7 +124,7 @@ class Journal:
             return ""
         failing = self._retry_at > 0
         try:
-            self.save((captured or capture)(state, now), list(state.book.elections))
+            self.save(captured(), list(state.book.elections))
         except (sqlite3.Error, OSError) as error:
             self.remove()
             self._retry_at = now + RETRY_EVERY_S
@@ -249,6 +247,7 @@ _KEPT = (
     "done",
     "committed",
     "last",
+    "sent_nbytes",
     "times_leader",
     "usual",
     "finished",
@@ -300,6 +299,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "beaten": [[term.number, term.node] for term in state.beaten],
         "moved": state.moved,
         "skipped": book.skipped,
+        "known": book.known if state.moved else book.next_id - 1,
         "changes": state.changes,
     }
 
@@ -313,21 +313,6 @@ def taken_over(saved: dict[str, Any], terms: Sequence[Term]) -> dict[str, Any]:
     if saved["generation"] is not None and not saved["broken"][0]:
         state["broken"] = Why.SERVER_MOVED(node=terms[-1].node, before=terms[-2].node).to_json()
     return state
-
-
-class Captured:
-    """Captures a state once for all that write it in one turn."""
-
-    def __init__(self) -> None:
-        self._when: tuple[RunState | None, int, int, float] = (None, 0, 0, 0.0)
-        self._document: dict[str, Any] = {}
-
-    def __call__(self, state: RunState, now: float) -> dict[str, Any]:
-        """Return what :func:`capture` returns."""
-        when = (state, state.changes, state.ledger.count, now)
-        if when != self._when:
-            self._when, self._document = when, capture(state, now)
-        return self._document
 
 
 def restore(saved: dict[str, Any], now: float) -> RunState:
@@ -364,7 +349,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
             {digest: members[worker] for digest, worker in saved["digests"].items()},
         ),
         ledger=Ledger(saved["count"], saved["base"], saved["unheard"]),
-        book=RoundBook(saved["rounds"], saved["failures"], saved["final"], opened, saved["skipped"]),
+        book=RoundBook(saved["rounds"], saved["failures"], saved["final"], opened, saved["skipped"], saved["known"]),
         started_at=None if saved["elapsed_s"] is None else now - saved["elapsed_s"],
         ways=Ways(*saved["ways"]),
         first=saved["first"],

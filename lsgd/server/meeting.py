@@ -34,7 +34,7 @@ class Meeting:
 
     def to_json(self) -> dict[str, Any]:
         """Return what :meth:`from_json` takes."""
-        return {w: [who, met.number, met.values, met.workers] for w, (who, met) in self.answered.items()}
+        return {w: [who, met.number, met.values, met.workers, met.error] for w, (who, met) in self.answered.items()}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Sequence[Any]]) -> Meeting:
@@ -81,9 +81,7 @@ def conclude(state: RunState) -> None:
     means = {name: mean_of([m.numbers[name] for m in callers]) for name in callers[0].numbers}
     state.meeting.answered = {}
     for member in callers:
-        met = Met(member.call, means, len(callers))
-        state.meeting.answered[member.worker] = member.join.incarnation, met
-        _answer(state, member, met)
+        _answer(state, member, Met(member.call, means, len(callers)))
 
 
 def awaited(state: RunState, member: Member) -> Reason:
@@ -93,6 +91,7 @@ def awaited(state: RunState, member: Member) -> Reason:
 
 def _answer(state: RunState, member: Member, met: Met) -> None:
     """Answer a call: the worker is paused until its next request."""
+    state.meeting.answered[member.worker] = member.join.incarnation, met
     member.call, member.numbers, member.last = 0, {}, False
     pause(state, member)
     state.answer(member, met)

@@ -3,7 +3,6 @@
 It decides rules 3, 4, 10, 12, 13 and 16 at the top of :mod:`lsgd.server.coordinator`.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -125,7 +124,8 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
     """Return the next step of a run that continues after ``given`` iterations, granted ones included."""
     count = state.ledger.count
     progress = state.progress(state.now) if state.has_end else None
-    stretch = state.course.following(state.now, count, given, len(members), progress, _rate_of(members))
+    steps = state.steps(len(members))
+    stretch = state.course.following(state.now, count, given, len(members), steps, progress, _rate_of(members))
     schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
         if callers := [m for m in members if m.call]:
@@ -188,7 +188,7 @@ def from_checkpoint(member: Member, origin: Origin) -> bool:
 
 def _overdue(state: RunState) -> bool:
     """Whether the last round has waited for ``patience_s``."""
-    return bool(state.stopping) and state.now >= state.final_due_at + (state.plan.run.patience_s or math.inf)
+    return bool(state.stopping) and state.now >= state.final_due_at + state.patience_s
 
 
 def _rate_of(members: Sequence[Member]) -> float | None:

@@ -26,7 +26,7 @@ def serve(state: RunState, member: Member) -> None:
         answers.dismiss(state, member)
     elif member.state is MemberState.CUT:
         answers.repeat(state, member)
-    elif member.finished and (member.synced or state.course.schedule.identical):
+    elif member.finished and not state.stopping and (member.synced or state.course.schedule.identical):
         state.changes += 1
         finishes = Why.FINISHES(worker=member.worker, done=member.done)
         state.note(finishes)
@@ -126,10 +126,7 @@ def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] 
     """Begin a stretch of the plan, and dismiss members that leave before it."""
     course, before = state.course, (state.course.schedule.period, state.course.why)
     if stretch.number != course.number:
-        state.book.fresh = True
-        phase, algorithm, count = stretch.number + 1, stretch.algorithm.name, state.ledger.count
-        state.happened(PhaseBegan(phase, algorithm, count))
-        state.note(Why.PHASE(number=phase, algorithm=algorithm, count=count))
+        _begin_phase(state, stretch.number, stretch.algorithm.name)
     course.begin(stretch)
     for member in leaving:
         member.leaving = Why.GOES_ON()
@@ -139,6 +136,13 @@ def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] 
         state.happened(PeriodChosen(period, course.why.code, str(course.why)))
     if period != before[0]:
         state.note(Why.PERIOD(period=period, reason=course.why))
+
+
+def _begin_phase(state: RunState, number: int, algorithm: str) -> None:
+    """Tell that a phase begins, or begins again."""
+    state.book.fresh = True
+    state.happened(PhaseBegan(number + 1, algorithm, state.ledger.count))
+    state.note(Why.PHASE(number=number + 1, algorithm=algorithm, count=state.ledger.count))
 
 
 def _let_back(state: RunState) -> None:
@@ -261,12 +265,13 @@ def _doubts(state: RunState, members: Iterable[Member]) -> bool:
 
 def _go_back(state: RunState, step: next_step.GoBack) -> None:
     """Continue from a checkpoint; without one a new run begins at 0, and so does one that may start over."""
-    count, resumed = state.ledger.count, step.origin.iterations
+    count, resumed, course = state.ledger.count, step.origin.iterations, state.course
+    state.ledger.go_back(resumed)
     if state.roster.generation is not None:
         why = Why.GONE_BACK if resumed else Why.BEGUN_ANEW
         state.note(why(count=count, resumed=resumed, lost=count - resumed))
-        state.course.rewind(resumed)
-    state.ledger.go_back(resumed)
+        if course.rewind(resumed):
+            _begin_phase(state, course.number, course.next_algorithm.name)
     state.lost_at = 0.0
     for member in step.members:
         member.synced = next_step.from_checkpoint(member, step.origin)

@@ -132,11 +132,13 @@ class Standbys:
         return (self.place, *(standby.place for standby in self._choose(state, now)))
 
     def copies(
-        self, state: RunState, now: float, capture: Callable[[RunState, float], dict[str, Any]]
+        self, state: RunState, now: float, captured: Callable[[], dict[str, Any]]
     ) -> Iterator[tuple[bytes, Copy]]:
-        """Yield what to send now, each with the peer that gets it; ``capture`` returns the state for JSON."""
+        """Yield what to send now, each with the peer that gets it; ``captured`` returns the state for JSON."""
         chosen = self._choose(state, now)
-        if not chosen or (self._is_due(state, now) and not self._capture(state, now, capture)):
+        if chosen and self._is_due(state, now):
+            self._capture(state, now, captured)
+        if self.trouble:
             return
         newest = state.book.elections[-1].round if state.book.elections else 0
         for standby in chosen:
@@ -147,9 +149,9 @@ class Standbys:
             standby.under_way.append((copy.number, len(copy.state) + len(copy.rounds)))
             yield standby.peer, copy
 
-    def whole(self, state: RunState, now: float, capture: Callable[[RunState, float], dict[str, Any]]) -> Copy:
+    def whole(self, state: RunState, now: float, captured: Callable[[], dict[str, Any]]) -> Copy:
         """Return a copy for who has none, at the end."""
-        self._capture(state, now, capture)
+        self._capture(state, now, captured)
         return self._copy(state, _Standby(b"", self.place, 0, now))
 
     def failed(self, peer: bytes) -> None:
@@ -173,14 +175,13 @@ class Standbys:
         version = (state.changes, state.ledger.count)
         return version[0] != self._version[0] or (version != self._version and now - self._made_at > KEEP_EVERY_S)
 
-    def _capture(self, state: RunState, now: float, capture: Callable[[RunState, float], dict[str, Any]]) -> bool:
-        """Make a new copy of the state; return whether it is short enough."""
-        text = json.dumps(capture(state, now)).encode()
+    def _capture(self, state: RunState, now: float, captured: Callable[[], dict[str, Any]]) -> None:
+        """Make a new copy of the state; it is trouble if that is too long."""
+        text = json.dumps(captured()).encode()
         self._version, self._made_at = (state.changes, state.ledger.count), now
         self._state = zlib.compress(text, 1)
         self._number += 1
         self.trouble = TOO_LONG if len(self._state) > MAX_STATE_NBYTES else ""
-        return not self.trouble
 
     def _copy(self, state: RunState, standby: _Standby) -> Copy:
         """Return the next copy for a standby, with the first rounds that it lacks."""

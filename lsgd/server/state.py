@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from lsgd.plan.plan import Plan
 from lsgd.protocol.events import Happening, Note
@@ -96,7 +97,6 @@ class RunState:
     stopping: Reason = NO_REASON
     failed: Reason = NO_REASON
     closed_at: float = math.inf
-    plan_json: str = field(init=False)
     welcoming: bool = field(init=False)
     few_since: float = field(init=False)
     announced: dict[int, int] = field(default_factory=dict)
@@ -122,7 +122,6 @@ class RunState:
         self.course = Course(self.plan.phases)
         self.links = Links(self.plan.run.exchange_timeout_s)
         self.moved_at = self.few_since = self.began_at = self.now
-        self.plan_json = self.plan.to_json()
         self.welcoming = self.roster.generation is not None or self.suffices(len(self.roster.members))
 
     @property
@@ -148,6 +147,11 @@ class RunState:
         if any(here):
             return self.ledger.count
         return -1 if self.now - self.began_at < HERE_S else 0
+
+    @property
+    def patience_s(self) -> float:
+        """How long others wait for a worker, in seconds; infinite: for ever."""
+        return self.plan.run.patience_s or math.inf
 
     @property
     def limit(self) -> float:
@@ -195,10 +199,22 @@ class RunState:
     def progress(self, now: float) -> float:
         """Return the completed share of the run, 0 to 1; 0 for one without an end."""
         run = self.plan.run
-        elapsed_s = 0.0 if self.started_at is None else now - self.started_at
         by_count = self.ledger.count / run.iterations if run.iterations else self._share_of_loops(now)
-        by_time = elapsed_s / run.seconds if run.seconds else 0.0
-        return min(1.0, max(by_count, by_time))
+        return min(1.0, max(by_count, self._share_of_time(now)))
+
+    def steps(self, members: int) -> float:
+        """Return how many iterations each of ``members`` makes in the whole run, about; infinite if it has no end.
+
+        A run that ends by time makes them at the rate that it has had since it began, or was resumed.
+        """
+        own = [m.steps for m in self.roster.members.values() if m.steps]
+        by_count = fmean(own) if own and not self.plan.run.iterations else self.limit / members
+        passed, made = self._share_of_time(self.now), self.ledger.count - self.ledger.base
+        return min(by_count, made / members / passed) if passed else by_count
+
+    def _share_of_time(self, now: float) -> float:
+        elapsed_s = 0.0 if self.started_at is None else now - self.started_at
+        return min(1.0, elapsed_s / self.plan.run.seconds) if self.plan.run.seconds else 0.0
 
     def _share_of_loops(self, now: float) -> float:
         """Return the completed share of the scripts' own loops; with many workers, as of a moment ago."""

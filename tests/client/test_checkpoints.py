@@ -54,7 +54,11 @@ def test_what_is_packed_is_a_copy() -> None:
 
 @pytest.mark.parametrize(
     ("state", "message"),
-    [({"a": [1, object()]}, "a/1 is a object"), ({"a": {1.5: 2}}, "a has a key that is a float")],
+    [
+        ({"a": [1, object()]}, "a/1 is a object"),
+        ({"a": {1.5: 2}}, "a has a key that is a float"),
+        ({"a": torch.ones(1, dtype=torch.complex128)}, r"a is a Tensor of torch\.complex128"),
+    ],
 )
 def test_what_no_file_can_hold_is_named(state: object, message: str) -> None:
     with pytest.raises(TypeError, match=message):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lsgd.algorithms import ALGORITHMS
+from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.algorithms.decentralized import DecentralizedSettings
 from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.leader import LeaderSettings
@@ -81,7 +82,7 @@ class Members:
         self.count = count
         self.models = [model(rank + 1.0) for rank in range(count)]
         self.optimizers = [torch.optim.SGD(m.linear.parameters(), lr=0.1, momentum=0.9) for m in self.models]
-        self.channels, self.replicas, self.rounds = [], [], []
+        self.channels, self.replicas, self.rounds, self.checkpoints = [], [], [], []
         for rank, (model, optimizer) in enumerate(zip(self.models, self.optimizers, strict=True)):
             membership = switchboard.member(f"node0/worker{rank}", plan)
             flat = FlatParameters(model)
@@ -90,6 +91,7 @@ class Members:
             checkpoints.start(membership.welcome.run)
             replica = Replica(membership, flat, model, [optimizer], checkpoints)
             self.channels.append(membership.channel)
+            self.checkpoints.append(checkpoints)
             self.replicas.append(replica)
             self.rounds.append(Rounds(membership, replica, checkpoints))
             switchboard.members.callback(self.rounds[-1].entry.leave, cut=True)
@@ -613,6 +615,20 @@ def test_a_newcomer_takes_the_optimizers_state_if_the_plan_says_so(switchboard, 
     members.run(members.round(new=(1,)))
     momentum = members.optimizers[1].state[members.models[1].linear.weight]["momentum_buffer"]
     assert bool((momentum == 7.0).all()) is sync
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale"), [(AllReduceSettings(), 32.0), (LocalSettings(period=4), 8.0)], ids=["allreduce", "local"]
+)
+def test_who_exchanges_gradients_scales_them_as_the_source_does(switchboard, settings, scale) -> None:
+    members = Members(switchboard, 2, settings=settings, sync_optimizer=True)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
+    for scaler, checkpoints in zip(scalers, members.checkpoints, strict=True):
+        scaler.scale(torch.ones(()))
+        checkpoints.attend_extra("scaler", scaler)
+    scalers[0].update(new_scale=32.0)
+    members.run(members.round(new=(1,)))
+    assert [float(scaler.scale(torch.ones(()))) for scaler in scalers] == [32.0, scale]
 
 
 def test_a_failed_round_changes_nothing_and_the_next_generation_goes_on(switchboard) -> None:

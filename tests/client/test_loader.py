@@ -9,6 +9,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     TensorDataset,
 )
@@ -213,3 +214,18 @@ def test_digests_tell_batches_apart() -> None:
     assert digest(one) == digest(same)
     assert len({digest(batch) for batch in (one, *others)}) == 7
     assert digest("no tensor") == digest([torch.empty(0)]) == digest(torch.eye(3).to_sparse()) == ""
+
+
+class Endless(Sampler):
+    """Batches without an end."""
+
+    def __iter__(self):
+        while True:
+            yield [0, 1]
+
+
+def test_a_sampler_without_a_length_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="a Endless has none: give it a __len__"):
+        shard_of(DataLoader(dataset(), batch_sampler=Endless()), lambda: (0, 2))
+    with pytest.raises(ConfigError, match="a Endless has none"):
+        shard_of(DataLoader(dataset(), sampler=Endless()), lambda: (0, 2))

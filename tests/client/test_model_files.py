@@ -89,3 +89,10 @@ def test_a_write_that_fails_is_told_and_leaves_what_was_there(tmp_path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(LsgdError, match="cannot be written"):
         save_model(model, tmp_path / "file", 1, Island())
+
+
+def test_a_dtype_that_no_file_holds_is_named(tmp_path) -> None:
+    model = nn.Linear(3, 2)
+    model.register_buffer("phases", torch.ones(2, dtype=torch.complex128))
+    with pytest.raises(LsgdError, match=r"phases is of torch\.complex128, which safetensors does not have"):
+        save_model(model, tmp_path, FILE_NBYTES, Island())

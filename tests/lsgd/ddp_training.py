@@ -1,7 +1,8 @@
 """A plain DistributedDataParallel script for torchrun: trains with a communication hook and prints what came out.
 
 Usage: ddp_training.py HOOK..., one after the other in the same processes. A HOOK is none, quantized, feedback,
-stochastic or overflow: with feedback, a GradScaler, and a gradient that is infinite on the last rank in one step.
+stochastic, halves (each half of the ranks trains a model of its own) or overflow: with feedback, a GradScaler, and a
+gradient that is infinite on the last rank in one step.
 """
 
 import hashlib
@@ -27,10 +28,12 @@ def train(hook: str) -> None:
     labels = torch.randint(CLASSES, (4000,))
     points = centers[labels] + 1.5 * torch.randn(4000, FEATURES)
     model = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.01)  # several buckets
+    both = [dist.new_group([*range(first, first + size // 2)]) for first in (0, size // 2)] if hook == "halves" else []
+    group = both[rank // (size // 2)] if both else None
+    ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.01)  # several buckets
     if hook != "none":
         rounding = "stochastic" if hook == "stochastic" else "nearest"
-        state = QuantizedState(rounding=rounding, error_feedback=hook in ("feedback", "overflow"), block=512)
+        state = QuantizedState(group, rounding=rounding, error_feedback=hook in ("feedback", "overflow"), block=512)
         ddp.register_comm_hook(state, quantized_hook)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", enabled=hook == "overflow", init_scale=8.0)

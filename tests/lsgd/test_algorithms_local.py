@@ -6,7 +6,7 @@ import torch
 
 from lsgd.algorithms.local import LocalSettings, SparseSettings
 from lsgd.errors import ConfigError, ExchangeError
-from lsgd.testing.simulation import simulate
+from lsgd.testing.simulation import land, simulate
 
 from .reference import Problem, Worker
 from .training import SPLIT, Recording, TorchWorker, make_round, relative_error
@@ -229,6 +229,30 @@ def test_error_feedback_reaches_what_rounding_cannot(compression, members):
 
     with_feedback, without = ((moved(decay) - exact).abs().max() for decay in (1.0, 0.0))
     assert with_feedback < 4 < 10 < without
+
+
+@pytest.mark.parametrize("compression", ["none", "float16"])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_in_16_bits_the_common_model_gains_what_workers_learn(compression, delay):
+    """Also where c lies between two numbers of 16 bits, of which workers can only begin with one."""
+    settings = LocalSettings(4, rescale=False, compression=compression, delay=delay, keep=1.0)
+    unit, rounds = 2.0**-7, 9  # a unit in the last place of bfloat16 at 1
+
+    def member(group):
+        model = [torch.ones(4, dtype=torch.bfloat16)]
+        algorithm = settings.create(model, "run")
+        algorithm.reset(model, group, make_round([1] * 3))
+        products, judge = [], algorithm._outliers.judge
+        algorithm._outliers.judge = lambda sums: (products.extend(row[2] for row in sums), judge(sums))[1]
+        for id in range(1, rounds + 1):
+            land(algorithm.before_forward(model, group, make_round([1] * 3, id=id)))
+            land(algorithm.after_step(model))
+            model[0] += unit * (group.rank == 0)
+        return algorithm.common[0].tolist(), products
+
+    common, products = simulate([1] * 3, member)[0]
+    assert common == pytest.approx([1 + (rounds - 1) * unit / 3] * 4, rel=1e-4)
+    assert len(products) == 3 * rounds and max(map(abs, products)) < unit**2 / 50  # nobody else has a change
 
 
 def test_a_mean_that_is_not_finite_changes_no_common_model(caplog):

@@ -191,14 +191,14 @@ def test_the_exchange_runs_beside_forward_and_backward():
         if group.rank == 1:
             assert peer_may_begin.wait(20)
         worker.algorithm.before_forward(worker.parameters, group, make_round([1, 1]))
-        exchanging = worker.algorithm._background.busy
+        exchanging = worker.algorithm._land is not None
         before = [x.clone() for x in worker.parameters]
         worker.loss().backward()
         peer_may_begin.set()
         unchanged = all(map(torch.equal, before, worker.parameters))
         worker.algorithm.after_backward(worker.parameters, [], group, make_round([1, 1])).apply()
         mean = all((x == 0.5).all() for x in worker.parameters)
-        return exchanging, unchanged, bool(mean), worker.algorithm._background.busy
+        return exchanging, unchanged, bool(mean), worker.algorithm._land is not None
 
     assert simulate([1, 1], member) == [(True, True, True, False)] * 2
 

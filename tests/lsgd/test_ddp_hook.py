@@ -58,6 +58,11 @@ def test_an_odd_number_of_processes():
     assert len(set(torchrun(3, "feedback")["feedback"]["digests"])) == 1
 
 
+def test_groups_that_share_no_rank_do_not_mix():
+    first, second, third, fourth = torchrun(4, *["halves"] * 3)["halves"]["digests"]
+    assert first == second != third == fourth
+
+
 def test_without_torch_distributed():
     with pytest.raises(ConfigError, match="init_process_group"):
         QuantizedState()

@@ -530,6 +530,14 @@ def test_a_change_is_told_and_a_wrong_one_refused() -> None:
         bench.coordinator.change({"iterations": str(10**20)})
 
 
+def test_a_newcomer_gets_the_plan_with_the_length_as_changed() -> None:
+    bench = started("00", iterations=100)
+    bench.coordinator.change({"iterations": "50"})
+    bench.join("01")
+    assert isinstance(bench.only("01"), Welcome)
+    assert Plan.from_json(bench.only("01").plan).run.iterations == 50
+
+
 @pytest.mark.parametrize(("limit", "count"), [(10, 10), (4, 4), (3, 4), (1, 4)])
 def test_a_limit_lowered_in_the_run_holds_for_what_is_not_granted(limit: int, count: int) -> None:
     bench = started("00", "01", period=16, local_period=16)

@@ -252,11 +252,12 @@ def test_a_stop_waits_for_a_straggler_that_alone_has_the_model() -> None:
 
 
 def test_a_run_goes_back_to_the_phase_of_its_checkpoint() -> None:
-    phases = (PlanPhase(LocalSettings(period=1), 4), PlanPhase(LeaderSettings(period=4, local_period=4)))
+    phases = (PlanPhase(LocalSettings(period=3, delay=2), 4), PlanPhase(LeaderSettings(period=4, local_period=4)))
     bench = Bench("00", plan=Plan(RunSettings(workers=1, lease_s=10.0), phases))
     bench.ask("00")
     for _ in range(5):
         bench.complete_all("00") if bench.member("00").round else None
+        bench.now += 1.0
         bench.ask("00")
     assert (bench.state.course.number, bench.ledger.count) == (1, 5)
     bench.leave("00", did=True)
@@ -264,3 +265,5 @@ def test_a_run_goes_back_to_the_phase_of_its_checkpoint() -> None:
     bench.ask("00")
     assert (bench.state.course.number, bench.ledger.count) == (0, 3)
     assert bench.round("00").algorithm.startswith('{"name": "local"')
+    assert "phase" in bench.codes and bench.state.course.pace.delay == 2
+    assert bench.state.course.pace.to_json()["steps_s"] == []

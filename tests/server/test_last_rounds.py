@@ -4,6 +4,7 @@ import pytest
 
 from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.protocol.messages import Go, Stop
+from lsgd.server.books import MAX_FAILED_ROUNDS
 
 from .helpers import Bench, started
 
@@ -92,6 +93,23 @@ def test_the_last_that_have_the_model_wait_for_one_that_goes_on(comes) -> None:
     else:
         bench.leave("10")
         assert bench.round_of("00").final
+
+
+def test_a_run_whose_last_round_keeps_failing_ends_in_vain_and_says_so() -> None:
+    bench = started("00", "01", period=1, local_period=1, iterations=4)
+    for _ in range(2):
+        bench.ask_all("00", "01")
+        bench.complete_all(*(place for place in ("00", "01") if not bench.book.final and bench.member(place).round))
+    for _ in range(MAX_FAILED_ROUNDS):
+        order = bench.member("00").round.round
+        assert order.final and bench.state.stopping.code == "all_made"
+        bench.fail("00", order.id)
+        for place in ("00", "01"):
+            bench.ask(place, same=True, dropped=order.id)
+    assert bench.state.closed and bench.state.stopping.code == "rounds_fail.error"
+    assert bench.only("01") == Stop(3, None, bench.state.stopping, failed=True)
+    bench.leave("00")
+    assert bench.state.stopping.code == "rounds_fail.error"
 
 
 def test_a_request_after_a_restart_says_again_that_it_is_the_last() -> None:

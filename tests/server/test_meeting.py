@@ -1,5 +1,6 @@
 """Calls that all workers make together: one answer for all, whoever dies in between."""
 
+import json
 import math
 from collections import defaultdict
 from fractions import Fraction
@@ -13,7 +14,7 @@ from lsgd.algorithms.local import LocalSettings
 from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.messages import Evicted, Met, Request, StopRun, Waiting
+from lsgd.protocol.messages import Evicted, Met, NodeLeave, Request, Stop, StopRun, Waiting
 from lsgd.server.journal import capture, restore
 from lsgd.server.roster import MemberState
 
@@ -116,6 +117,14 @@ def test_when_the_run_stops_nobody_else_comes() -> None:
     assert Met(1, {"v": 1.0}, 1) in bench.got["00"]
 
 
+def test_who_is_paused_in_a_call_hears_that_its_node_leaves() -> None:
+    bench = started("00", "10", algorithm=AllReduceSettings())
+    meet(bench, "10", v=1.0)
+    bench.say(NodeLeave(1, 5, "node1 is to end"))
+    assert bench.only("10") == Stop(2, None, "node1 is to end")
+    assert bench.member("10").state is MemberState.ENDED
+
+
 def test_different_calls_are_an_error_for_the_second() -> None:
     bench = started("00", "01")
     meet(bench, "00", val=1.0)
@@ -124,6 +133,11 @@ def test_different_calls_are_an_error_for_the_second() -> None:
     assert (
         isinstance(met, Met) and "node0/worker1 calls barrier(), and node0/worker0 waits in mean() of val" in met.error
     )
+    for _ in range(2):  # the answer was lost, and then the server
+        bench.ask("01", same=True, last=True, call=1)
+        assert bench.only("01") == met
+        bench.coordinator.state = restore(json.loads(json.dumps(capture(bench.state, bench.now))), bench.now)
+    bench.ask("00", same=True, last=True, call=1, numbers={"val": 1.0})
     meet(bench, "01", 2, val=3.0)
     assert bench.only("00") == Met(1, {"val": 2.0}, 2)
 

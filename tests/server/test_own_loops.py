@@ -232,6 +232,23 @@ def test_where_models_are_identical_no_other_round_is_needed() -> None:
     assert bench.round("01").generation.members == ("node0/worker1",)
 
 
+def test_a_last_round_that_fails_is_made_again_by_those_that_have_finished() -> None:
+    bench = started("00", "01", "02")
+    bench.ask("00", last=True, steps=STEPS)
+    finish(bench, "01", "02")
+    bench.complete_all("00")
+    bench.ask("00", did=False, finished=True, steps=STEPS)
+    assert bench.member("00").state is bench.member("01").state is MemberState.FINISHED
+    bench.leave("02")
+    final = bench.round_of("00")
+    assert final.final and bench.round_of("01") is final
+    bench.fail("00", final.id)
+    for place in ("00", "01"):
+        bench.ask(place, same=True, dropped=final.id, finished=True, steps=STEPS)
+    again = bench.round_of("00")
+    assert again.final and bench.round_of("01") is again
+
+
 def test_a_restarted_server_knows_who_has_finished() -> None:
     bench = started("00", "01")
     finish(bench, "00", "01")

@@ -29,22 +29,33 @@ PAIR = ("00", "10")
 class Timed:
     """A run of two workers on two nodes, whose steps and rounds take as long as the test says.
 
+    Args:
+        loop: place in their own loops where the workers begin, and how many iterations those have; 0: no loops.
+
     Attributes:
         periods: of all stretches, the one that has begun included.
     """
 
-    def __init__(self, settings: Periodic, **run: Any) -> None:
-        self.bench = started(*PAIR, plan=make_plan(algorithm=settings, workers=2, **run))
+    def __init__(self, settings: Periodic, *, loop: tuple[int, int] = (0, 0), resumed: int = 0, **run: Any) -> None:
+        self.bench, self.steps = Bench(plan=make_plan(algorithm=settings, workers=2, **run)), loop[1]
+        for place in PAIR:
+            self.bench.join(place, step=loop[0], resumed=resumed)
+        self.ask_all()
+        self.bench.complete_all(*PAIR)
         self.step_s, self.round_s, self.transfer_s = 0.01, 0.1, 0.0
         self.periods = [self.bench.state.course.schedule.period]
         self.said: list[str] = []
+
+    def ask_all(self) -> None:
+        for place in PAIR:
+            self.bench.ask(place, steps=self.steps)
 
     def stretch(self) -> int:
         """Make the steps up to the next global round, and that round; return the period from there."""
         bench = self.bench
         for _ in range(self.periods[-1]):
             bench.now += self.step_s
-            bench.ask_all(*PAIR)
+            self.ask_all()
             self.said += [str(note) for note in bench.notes if note.code.startswith("period")]
             while (order := bench.member("00").round) is not None and order.round.scope == "local":
                 for place in PAIR:
@@ -317,6 +328,22 @@ def test_a_short_run_has_rounds_that_are_worth_something(length) -> None:
     while sum(timed.periods) < 500:
         timed.stretch()
     assert 20 <= max(timed.periods) <= 28 and len(timed.periods) >= 20
+
+
+@pytest.mark.parametrize("place", [0, 900])
+def test_a_run_of_own_loops_is_as_long_as_those_wherever_it_begins(place: int) -> None:
+    timed = Timed(LocalSettings(period=0), loop=(place, 1000))
+    timed.round_s = 1e4
+    assert timed.stretches(2) == 37
+
+
+def test_a_run_that_ends_by_time_counts_nothing_from_before_it_was_resumed() -> None:
+    periods = []
+    for resumed in (0, 200_000):
+        timed = Timed(LocalSettings(period=0), seconds=100.0, resumed=resumed)
+        timed.round_s = 1.0
+        periods.append(timed.stretches(4))
+    assert periods[0] == periods[1]
 
 
 def test_a_plan_that_changes_to_auto_and_back() -> None:

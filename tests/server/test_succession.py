@@ -1,6 +1,7 @@
 """Who serves when the global server is gone: the rule, and what a server does that has taken over."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -14,12 +15,15 @@ from lsgd.protocol.messages import (
     NodeHello,
     Place,
     Request,
+    StopRun,
     Term,
 )
 from lsgd.server.books import MOST_SKIPPED, RoundBook
 from lsgd.server.coordinator import Coordinator
+from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.journal import capture, restore, taken_over
 from lsgd.server.roster import MemberState
+from lsgd.server.standbys import Standbys
 from lsgd.server.succession import (
     NEXT_S,
     RESTART_S,
@@ -34,6 +38,7 @@ from lsgd.server.succession import (
 )
 
 from .helpers import Bench, check_invariants, started
+from .served_run import MemoryListener
 
 ONE, TWO, OTHER, THREE = Term(1, 0), Term(2, 1), Term(2, 2), Term(3, 0)
 PLACES = ("00", "10", "20")
@@ -137,6 +142,13 @@ def test_a_node_that_served_and_follows_now_keeps_its_workers() -> None:
     assert len(names(bench)) == 3
 
 
+def test_without_an_end_of_patience_half_of_the_nodes_or_fewer_wait_for_ever() -> None:
+    bench = started(*PLACES, lease_s=10.0, patience_s=0.0)
+    bench.state.guarded = True
+    heartbeats(bench, "00", seconds=500)
+    assert len(names(bench)) == 3
+
+
 @pytest.mark.parametrize("guarded", [False, True])
 def test_a_server_that_hears_half_of_its_nodes_or_fewer_waits_for_patience_before_it_goes_on(guarded) -> None:
     bench = started(*PLACES, lease_s=10.0, patience_s=60.0)
@@ -154,16 +166,48 @@ def test_most_nodes_wait_for_the_lease_of_the_others_only() -> None:
     assert names(bench) == ["node0/worker0", "node1/worker0"]
 
 
-def test_rounds_that_no_copy_has_are_not_ordered_again() -> None:
-    bench = started("00", "10", period=1, local_period=1)
-    saved = Bench("00", "10", period=1, local_period=1)
-    saved.coordinator = Coordinator(restore(json.loads(json.dumps(capture(bench.state, bench.now))), bench.now))
+def from_an_old_copy(*places: str) -> Bench:
+    """Return a run that another node serves from a copy which lacks the last three rounds."""
+    bench = started(*places, period=1, local_period=1)
+    saved = json.loads(json.dumps(capture(bench.state, bench.now)))
     for _ in range(3):
-        bench.ask_all("00", "10")
-        bench.complete_all("00", "10")
-    bench.coordinator = saved.coordinator
-    takes(bench, 1)
+        bench.ask_all(*places)
+        bench.complete_all(*places)
+    bench.coordinator = Coordinator(restore(saved, bench.now))
+    takes(bench, *(int(place[0]) for place in places[1:]))
     bench.act(bench.coordinator.tick(bench.now))
+    return bench
+
+
+def test_who_has_completed_a_round_that_no_copy_has_is_known_after_a_restart_too() -> None:
+    bench = from_an_old_copy(*PLACES)
+    bench.ask("10")
+    assert bench.book.skipped and not bench.member("10").synced
+    bench.coordinator = Coordinator(restore(json.loads(json.dumps(capture(bench.state, bench.now))), bench.now))
+    assert bench.member("20").synced
+    bench.ask("20")
+    assert not bench.member("20").synced
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_stop_that_was_ordered_holds_after_a_newer_copy_too(stops: bool, monkeypatch) -> None:
+    monkeypatch.setattr("lsgd.server.global_daemon.say", lambda text: None)
+    bench = started("00", "10", period=1, local_period=1)
+    old = json.loads(json.dumps(capture(bench.state, bench.now)))
+    bench.ask_all("00", "10")
+    newer = Standbys(Place(1, "")).whole(bench.state, bench.now, partial(capture, bench.state, bench.now))
+    state = restore(taken_over(old, successor((ONE,), 1)), bench.now)
+    daemon = GlobalDaemon(Coordinator(state), MemoryListener(None))
+    if stops:
+        daemon._dispatch(b"operator", StopRun("enough"), bench.now)
+    daemon._dispatch(b"node0", newer, bench.now)
+    adopted = daemon.coordinator.state
+    assert adopted is not state and adopted.ledger.count == bench.ledger.count == 2
+    assert adopted.stopping.code == ("ordered" if stops else "")
+
+
+def test_rounds_that_no_copy_has_are_not_ordered_again() -> None:
+    bench = from_an_old_copy("00", "10")
     assert bench.committed["10"] == 4
     bench.ask("10")
     order = bench.round("10")

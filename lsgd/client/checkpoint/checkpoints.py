@@ -242,6 +242,10 @@ class Checkpoints:
         else:
             logger.warning("the checkpoint %s has no extra %r: it stays as it is", self._path, name)
 
+    def scalers(self) -> dict[str, torch.amp.GradScaler]:
+        """Return the GradScalers among the objects to save, by name."""
+        return {name: thing for name, thing in self._extra.items() if isinstance(thing, torch.amp.GradScaler)}
+
     def attend(self, loader: P) -> P:
         """Save this loader's position from now on; continue at the position in the checkpoint."""
         self._loaders.append(weakref.ref(loader))
@@ -321,7 +325,9 @@ class Checkpoints:
             return Snapshot(count, pack(state)) if self.writes else None
         except TypeError as error:
             logger.warning(
-                "no checkpoint is written: %s, and a checkpoint holds tensors, numbers and texts only", error
+                "no checkpoint is written: %s, and a checkpoint holds numbers, texts, and tensors in the dtypes of "
+                "safetensors only",
+                error,
             )
             return None
 

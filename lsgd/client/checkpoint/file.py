@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,21 @@ class Packed:
     rest: str
 
 
+@cache
+def holds(dtype: torch.dtype) -> bool:
+    """Return whether safetensors has a dtype; for example, it has no complex128."""
+    try:
+        save({"x": torch.empty(0, dtype=dtype)})
+    except Exception:  # of which kind, its versions disagree
+        return False
+    return True
+
+
 def pack(state: Any) -> Packed:
     """Return a copy of a state: dicts, lists, tuples, tensors, texts, numbers, true, false and None.
 
     Raises:
-        TypeError: it contains something else; the message says where.
+        TypeError: it contains something else, or a tensor in a dtype that no file holds; the message says where.
     """
     tensors: dict[str, Tensor] = {}
     return Packed(tensors, json.dumps(_pack(state, "", tensors)))
@@ -163,7 +174,7 @@ def _damaged(path: Path, error: Exception) -> DamagedError:
 
 def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     match value:
-        case Tensor():
+        case Tensor() if holds(value.dtype):
             name = path if path not in tensors else f"{path}#{len(tensors)}"
             tensors[name] = value.detach().to("cpu", copy=True).contiguous()
             return {"tensor": name}
@@ -175,7 +186,8 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             return [_pack(v, _join(path, i), tensors) for i, v in enumerate(value)]
         case None | bool() | int() | float() | str():
             return value
-    raise TypeError(f"{path} is a {type(value).__name__}")
+    kind = f" of {value.dtype}" if isinstance(value, Tensor) else ""
+    raise TypeError(f"{path} is a {type(value).__name__}{kind}")
 
 
 def _key(key: Any, path: str) -> str | int:

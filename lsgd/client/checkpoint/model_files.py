@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from lsgd.client.checkpoint.file import holds
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.shards import state_of, whole
@@ -51,13 +52,19 @@ def save_model(
 
     Raises:
         ConfigError: ``file_nbytes`` is less than 1.
-        LsgdError: the files cannot be written, or cannot replace the earlier ones.
+        LsgdError: the files cannot be written, or cannot replace the earlier ones; or a tensor's dtype is none of
+            safetensors'.
     """
     if file_nbytes < 1:
         raise ConfigError(f"file_nbytes = {file_nbytes}: no file of a model is so short; give 1 or more")
     state = state_of(model)
     first = {id(x): name for name, x in reversed(state.items())}
     tensors = {name.replace(COMPILED, ""): x for name, x in state.items() if first[id(x)] == name}
+    if wrong := next((name for name, x in tensors.items() if not holds(x.dtype)), None):
+        raise LsgdError(
+            f"the model cannot be saved: {wrong} is of {tensors[wrong].dtype}, which safetensors does not have; save "
+            f"worker.state_dict() by torch.save"
+        )
     sizes = {name: x.numel() * x.element_size() for name, x in tensors.items()}
     files = _divided(sizes, file_nbytes)
     weight_map = {name: file for file, held in files.items() for name in held}

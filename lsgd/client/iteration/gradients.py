@@ -70,7 +70,7 @@ class GradientExchange:
             ExchangeError: it failed; the gradients are this worker's own.
         """
         self._background.finish()
-        return self._finish(active)
+        return self._replacing(active, self._algorithm.finish(self._buckets))
 
     def again(self, active: ActiveRound) -> Commit:
         """Exchange gradients whose round was dropped in this round instead, and wait.
@@ -81,13 +81,13 @@ class GradientExchange:
         self._round = active
         active.to(State.EXCHANGING)
         self._settle_all()  # a new phase's exchange has not seen that backward pass
-        for index in range(len(self._buckets)):
-            self._exchange(active, index)
-        self._algorithm.complete()
-        return self._finish(active)
+        assert active.group is not None
+        commit = self._algorithm.after_backward((), self._gradients, active.group, active.order)
+        assert commit is not None
+        return self._replacing(active, commit)
 
-    def _finish(self, active: ActiveRound) -> Commit:
-        commit = self._algorithm.finish(self._buckets)
+    def _replacing(self, active: ActiveRound, commit: Commit) -> Commit:
+        """Return a commit that also notes whether the results are finite, and keeps padding at zero."""
 
         def change(broken: float) -> None:
             commit.change(broken)

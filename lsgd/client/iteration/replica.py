@@ -51,8 +51,8 @@ class Replica:
     """One worker's copy of what the run trains.
 
     Args:
-        checkpoints: source of the buffers to average, and of the resumed algorithm's state, with which the first round
-            starts if its algorithm has the same form.
+        checkpoints: source of the buffers to average, of the GradScalers, and of the resumed algorithm's state, with
+            which the first round starts if its algorithm has the same form.
         ddp: what reduces the model's gradients inside this worker; None: nothing does.
 
     Attributes:
@@ -78,6 +78,7 @@ class Replica:
         self.model = model
         self.optimizers = list(optimizers)
         self.finite = checkpoints.finite
+        self._scalers = checkpoints.scalers
         run, shard = membership.welcome.run, membership.island.shard
         self._run_id = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
         self.algorithm = membership.plan.algorithm.create(flat.buffers, self._run_id)
@@ -256,14 +257,22 @@ class Replica:
             x.copy_(common)
         for data in states:
             stream = io.BytesIO(data.numpy().tobytes())
-            loaded = torch.load(stream, map_location=self.device, weights_only=True)
+            loaded, scales = torch.load(stream, map_location=self.device, weights_only=True)
             for optimizer, state in zip(self.optimizers, loaded, strict=True):
                 load_optimizer(optimizer, state)
+            for name, scaler in self._scalers().items():
+                if scales.get(name):  # the source has one, and it is enabled
+                    scaler.load_state_dict(scales[name])
 
     def optimizer_bytes(self) -> Tensor:
-        """Return the optimizers' states as a file, uint8: the same bytes on members with the same states."""
+        """Return the optimizers' states as a file, uint8: the same bytes on members with the same states.
+
+        If gradients are exchanged, it has those of GradScalers, too: members must scale their losses alike.
+        """
+        scalers = self._scalers() if self.algorithm.settings.schedule().identical else {}
+        scales = {name: scaler.state_dict() for name, scaler in scalers.items()}
         stream = io.BytesIO()
-        torch.save(local_state([optimizer.state_dict() for optimizer in self.optimizers]), stream)
+        torch.save((local_state([optimizer.state_dict() for optimizer in self.optimizers]), scales), stream)
         return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
     # -- in a round --------------------------------------------------------------------------------------------
