@@ -11,7 +11,7 @@ from lsgd.collectives.topology import first_ranks, node_index, node_ranks
 from lsgd.lazy import Tensor
 
 PIECE_NBYTES = 4 << 20
-"""A tensor goes through the three stages in pieces of about this size, so that the two networks work at once."""
+"""A tensor travels in pieces of about this size: they are in different stages, or copied and sent, at the same time."""
 
 
 class Composed(Group):

@@ -11,8 +11,8 @@ import torch
 
 from lsgd.client.groups import mesh, tcp_group
 from lsgd.client.groups.base import INSIDE_PATIENCE
-from lsgd.client.groups.staging import PIECE_NBYTES
 from lsgd.client.groups.tcp_group import RELAYED_PIECES, TcpGroup, relayed_numels
+from lsgd.collectives.composed import PIECE_NBYTES
 from lsgd.errors import ExchangeError
 
 from ..integration.running import until

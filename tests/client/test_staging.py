@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lsgd.client.groups import staging
 from lsgd.client.groups.tcp_group import TcpGroup
+from lsgd.collectives import composed
 
 from .bench import CERTIFICATE
 from .meshes import all_at_once, members
@@ -58,7 +58,7 @@ class AtTheEnd(AtOnce):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch) -> None:
-    monkeypatch.setattr(staging, "PIECE_NBYTES", PIECE_NBYTES)
+    monkeypatch.setattr(composed, "PIECE_NBYTES", PIECE_NBYTES)
 
 
 def test_members_with_and_without_memory_of_their_own_exchange() -> None:

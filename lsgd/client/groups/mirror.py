@@ -46,12 +46,51 @@ def mirrored(generation: Generation, membership: Membership, form: Callable[[], 
         raise
 
 
-def _next_key(generation: int, name: str, numbers: Counter[str]) -> Key:
-    numbers[name] += 1
-    return generation, name, numbers[name]
+class _IslandGroup(WorkerGroup):
+    """A group of one process of an island: all processes get what the head's operations receive."""
+
+    def __init__(self, island: Island, generation: int, members: Members, device: torch.device) -> None:
+        super().__init__(members, 0.0)
+        self.device = device
+        self._island, self._generation = island, generation
+        self._numbers = Counter[str]()  # of the last operations, by name
+
+    def all_reduce(self, tensor: Tensor) -> Transfer:
+        """Begin to replace ``tensor`` by the sum over all members."""
+        return self._begin([tensor] if self.size > 1 else [], lambda group: group.all_reduce(tensor))
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Replace ``tensor`` by that of ``source``."""
+
+        def broadcast(group: WorkerGroup) -> Transfer:
+            group.broadcast(tensor, source)
+            return Transfer(lambda: None)
+
+        self._begin([tensor] if self.size > 1 else [], broadcast).wait()
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
+        """Begin to send ``inputs[r]`` to each ``r`` and to write what ``r`` sends to ``outputs[r]``."""
+        return self._begin(outputs, lambda group: group.all_to_all(outputs, inputs))
+
+    def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
+        arriving = [receives[rank] for rank in sorted(receives)]
+        return self._begin(arriving, lambda group: group._begin_exchange(sends, receives))
+
+    def take_heads(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by those of the head."""
+        self._begin(tensors, lambda group: Transfer(lambda: None), HEADS).wait()
+
+    def _begin(self, arriving: Sequence[Tensor], begin: Callable[[WorkerGroup], Transfer], name: str = "") -> Transfer:
+        """Begin an operation, which ``begin`` begins in the head's group; at its end these tensors are the group's."""
+        raise NotImplementedError
+
+    def _next_key(self, name: str) -> Key:
+        name = name or self._members.name
+        self._numbers[name] += 1
+        return self._generation, name, self._numbers[name]
 
 
-class HeadGroup(WorkerGroup):
+class HeadGroup(_IslandGroup):
     """A group whose operations hand the island's other processes what they have received.
 
     Args:
@@ -59,10 +98,9 @@ class HeadGroup(WorkerGroup):
     """
 
     def __init__(self, island: Island, generation: int, members: Members, group: WorkerGroup) -> None:
-        super().__init__(members, 0.0)
-        self.device, self.transport = group.device, group.transport
-        self._island, self._generation, self._group = island, generation, group
-        self._numbers = Counter[str]()  # of the last operations, by name
+        super().__init__(island, generation, members, group.device)
+        self.transport = group.transport
+        self._group = group
 
     def _subgroup(self, kind: str, ranks: list[int], *, one_node: bool) -> WorkerGroup:
         if kind not in self._subgroups:
@@ -71,34 +109,8 @@ class HeadGroup(WorkerGroup):
             self._subgroups[kind] = HeadGroup(self._island, self._generation, members, group)
         return self._subgroups[kind]
 
-    def all_reduce(self, tensor: Tensor) -> Transfer:
-        """Begin to replace ``tensor`` by the sum over all members."""
-        return self._begin([tensor] if self.size > 1 else [], lambda: self._group.all_reduce(tensor))
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace ``tensor`` by that of ``source``."""
-
-        def broadcast() -> Transfer:
-            self._group.broadcast(tensor, source)
-            return Transfer(lambda: None)
-
-        self._begin([tensor] if self.size > 1 else [], broadcast).wait()
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
-        """Begin to send ``inputs[r]`` to each ``r`` and to write what ``r`` sends to ``outputs[r]``."""
-        return self._begin(outputs, lambda: self._group.all_to_all(outputs, inputs))
-
-    def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
-        arriving = [receives[rank] for rank in sorted(receives)]
-        return self._begin(arriving, lambda: self._group._begin_exchange(sends, receives))
-
-    def take_heads(self, tensors: Sequence[Tensor]) -> None:
-        """Give the others of the island these tensors."""
-        self._begin(tensors, lambda: Transfer(lambda: None), HEADS).wait()
-
-    def _begin(self, arriving: Sequence[Tensor], begin: Callable[[], Transfer], name: str = "") -> Transfer:
-        """Begin an operation, at whose end these tensors are the group's."""
-        hand = partial(self._island.hand, _next_key(self._generation, name or self._members.name, self._numbers))
+    def _begin(self, arriving: Sequence[Tensor], begin: Callable[[WorkerGroup], Transfer], name: str = "") -> Transfer:
+        hand = partial(self._island.hand, self._next_key(name))
 
         def ended(operation: Callable[[], T]) -> T:
             try:
@@ -107,7 +119,7 @@ class HeadGroup(WorkerGroup):
                 hand(None)
                 raise
 
-        transfer = ended(begin)
+        transfer = ended(lambda: begin(self._group))
 
         def wait() -> None:
             ended(transfer.wait)
@@ -131,41 +143,16 @@ class HeadGroup(WorkerGroup):
         self._island.end_generation(self._generation)
 
 
-class Mirror(WorkerGroup):
+class Mirror(_IslandGroup):
     """A group whose operations get what those of the head have received."""
 
     transport = "the head"
 
-    def __init__(self, island: Island, generation: int, members: Members, device: torch.device) -> None:
-        super().__init__(members, 0.0)
-        self.device = device
-        self._island, self._generation = island, generation
-        self._numbers = Counter[str]()  # of the last operations, by name
-
     def _group_of(self, members: Members) -> "Mirror":
         return Mirror(self._island, self._generation, members, self.device)
 
-    def all_reduce(self, tensor: Tensor) -> Transfer:
-        """Begin to replace ``tensor`` by the sum over all members."""
-        return self._begin([tensor] if self.size > 1 else [])
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace ``tensor`` by that of ``source``."""
-        self._begin([tensor] if self.size > 1 else []).wait()
-
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Transfer:
-        """Begin to send ``inputs[r]`` to each ``r`` and to write what ``r`` sends to ``outputs[r]``."""
-        return self._begin(outputs)
-
-    def _begin_exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Transfer:
-        return self._begin([receives[rank] for rank in sorted(receives)])
-
-    def take_heads(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by those of the head."""
-        self._begin(tensors, HEADS).wait()
-
-    def _begin(self, arriving: Sequence[Tensor], name: str = "") -> Transfer:
-        key = _next_key(self._generation, name or self._members.name, self._numbers)
+    def _begin(self, arriving: Sequence[Tensor], begin: Callable[[WorkerGroup], Transfer], name: str = "") -> Transfer:
+        key = self._next_key(name)
         return Transfer(lambda: self._island.handed.take(key, arriving) if arriving else None)
 
     def cut(self) -> None:

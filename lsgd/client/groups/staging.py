@@ -11,8 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-PIECE_NBYTES = 4 << 20
-"""A message travels in pieces of about this size."""
+from lsgd.collectives.composed import pieces_of
 
 
 class Copying(Protocol):
@@ -100,4 +99,4 @@ class Staged:
 def _split(flat: Tensor, numels: Sequence[int]) -> Sequence[Tensor]:
     if numels:
         return flat.tensor_split(list(accumulate(numels))[:-1])
-    return flat.tensor_split(max(1, flat.nbytes // PIECE_NBYTES))
+    return pieces_of(flat)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lsgd.client.groups.base import Members, Traffic, WorkerGroup
 from lsgd.client.groups.mesh import Mesh
-from lsgd.client.groups.staging import PIECE_NBYTES, Copier, Staged, copier_of
+from lsgd.client.groups.staging import Copier, Staged, copier_of
 from lsgd.client.groups.stream import Operation, TensorStream
+from lsgd.collectives.composed import PIECE_NBYTES
 from lsgd.collectives.group import Transfer
 
 WHOLE_NBYTES = 64 << 10
@@ -200,7 +201,7 @@ def relayed_numels(numel: int, itemsize: int, size: int) -> list[int]:
     """Return in how many elements at a time three or more members pass a tensor on: the same on all of them.
 
     A member passes a piece on when it is there, and those after it hear nothing meanwhile. So no piece is longer than
-    others are (:data:`~lsgd.client.groups.staging.PIECE_NBYTES`). And the first ones become longer step by step: the
+    others are (:data:`~lsgd.collectives.composed.PIECE_NBYTES`). And the first ones become longer step by step: the
     last member waits for a piece, while the others carry it, only as long as what it is longer by takes them all.
 
     Args:
