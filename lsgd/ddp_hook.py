@@ -60,7 +60,7 @@ class QuantizedState:
         self.step = 0
         self.feedback: dict[int, ErrorFeedback] = {}
         ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        group = _RankGroup(dist.new_group(ranks, use_local_synchronization=True))
+        group = _RankGroup(dist.new_group(ranks, use_local_synchronization=process_group is not None))
         self._all_reduce = QuantizedAllReduce(group, rounding_codec(codec, block or 0, rounding), rounding=rounding)
         self._background = Background()
         self._pipeline = Pipeline()

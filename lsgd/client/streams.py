@@ -79,8 +79,10 @@ class Part(IterableDataset[Any]):
         self._shared[2] = epoch
 
     def __iter__(self) -> Iterator[Any]:
+        resumed, came = self._saved is not None and get_worker_info() is None, False
         self._begin()
         for element in self._from_position():
+            came = True
             mine = self._takes(self._drawn)
             self._drawn += 1
             if mine:
@@ -88,6 +90,8 @@ class Part(IterableDataset[Any]):
                 self.follow()
         self._drawn = 0
         self._next_epoch()
+        if resumed and not came:  # nothing was left of the pass
+            yield from self
 
     def _begin(self) -> None:
         """Divide the stream for a new pass; one that was left early is over."""
@@ -190,10 +194,20 @@ class StreamLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         skip, self._skip = self._skip, 0
+        resumed = self._start > 0
         if self._batches > self._start and self.num_workers:  # else the part does so itself
             self.part.set_epoch(self.part.epoch + 1)
         self._batches, self._start = self._start, 0
-        return self._counted(super().__iter__(), skip)
+        return self._rest(super().__iter__(), skip) if resumed else self._counted(super().__iter__(), 0)
+
+    def _rest(self, batches: Iterator[Any], skip: int) -> Iterator[Any]:
+        """Yield the rest of a pass that has been resumed, or if nothing is left of it, the next pass."""
+        came = False
+        for batch in self._counted(batches, skip):
+            came = True
+            yield batch
+        if not came:
+            yield from self._counted(super().__iter__(), 0)
 
     def _counted(self, batches: Iterator[Any], skip: int) -> Iterator[Any]:
         if skip:

@@ -223,7 +223,7 @@ class Blockwise(Codec):
         self, start: int, stop: int, device: torch.device, parts: Sequence[Tensor], most: int = PIECE
     ) -> Iterator[tuple[slice, *tuple[Tensor, ...]]]:
         """Yield the elements, about as many as fit, and the bytes of the parts, to work on at a time."""
-        most = most if device.type == "cpu" else max(most, DEVICE_PIECE)
+        most = most if device.type == "cpu" else DEVICE_PIECE
         whole = math.lcm(self.unit, 8)  # so that every part has whole bytes
         step = max(most // whole, 1) * whole if self._is_cut(stop) else max(stop - start, 1)
         for first in range(start, stop, step):

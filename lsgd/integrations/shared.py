@@ -57,7 +57,7 @@ class Integration:
 
     @property
     def first(self) -> bool:
-        """Whether this worker saves for all; true before training: ``if callback.first: trainer.save_model()``."""
+        """Whether this worker saves for all; true before training: ``if callback.first:`` and what saves the model."""
         return self._worker is None or self._worker.first
 
     def _shard(self, loader: Any, seed: int, shuffle: bool) -> None:

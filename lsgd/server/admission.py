@@ -130,11 +130,8 @@ def node_leaves(state: RunState, node: int, reason: Reason) -> None:
     state.announced.pop(node, None)
     for member in [m for m in state.roster.members.values() if m.join.node == node]:
         member.leaving = reason
-        paused = member.state is MemberState.PAUSED
-        if member.state in (MemberState.HELD, MemberState.CUT, MemberState.FINISHED) or (paused and member.call):
+        if member.state in (MemberState.HELD, MemberState.CUT, MemberState.FINISHED, MemberState.PAUSED):
             answers.dismiss(state, member)
-        elif paused:
-            state.roster.move(member, MemberState.ENDED)
         answers.recall(state, [member])
 
 

@@ -160,7 +160,7 @@ class RoundBook:
         failures: number of failed rounds since the last completed global one.
         final: whether the round that makes the consensus has been ordered.
         skipped: number of ids that are used for no round.
-        known: id of the last round that a server knew when it took over; 0: none has taken over.
+        known: id of the last round that the server knew when it took over.
 
     Attributes:
         open: rounds that some members have not completed, by id.

@@ -142,6 +142,7 @@ class GlobalDaemon:
         self._journal = journal
         self._record = record
         self._standbys = standbys
+        self._set: dict[str, str] = {}  # settings that operators have changed
         self._rendezvous = Rendezvous()
         self._nodes: dict[int, _Node] = {}
         self._challengers: dict[int, tuple[int, float]] = {}  # other servers of a node, and when they first greeted
@@ -355,6 +356,8 @@ class GlobalDaemon:
         self._begun_from = version
         self.coordinator = Coordinator(state)
         self._state = state
+        if self._set:
+            self.coordinator.change(self._set)
         self._say(f"continues from a newer copy: {state.ledger.count} iterations")
 
     def _complain_of(self, peer: bytes, why: str) -> None:
@@ -369,6 +372,7 @@ class GlobalDaemon:
         except ConfigError as error:
             self._send(peer, b"", Refused(str(error)))
             return
+        self._set |= changes
         self._act(self.coordinator.tick(now))
         self._send(peer, b"", self._status(now))
 

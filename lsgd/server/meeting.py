@@ -55,7 +55,7 @@ class Meeting:
 def come(state: RunState, member: Member) -> None:
     """Take in a worker's call: refuse it if others wait in another one."""
     state.changes += 1
-    others = (m for m in state.roster.members.values() if m.call and m is not member)
+    others = (m for m in _callers(state) if m is not member)
     odd = next((m for m in others if m.numbers.keys() != member.numbers.keys()), None)
     if odd is not None:
         words = {"call": _words(member), "other": odd.worker, "theirs": _words(odd)}
@@ -75,13 +75,18 @@ def conclude(state: RunState) -> None:
     held, live = state.roster.held, state.roster.live
     if not state.meeting.is_due(state.changes, held if held == live else 0):
         return
-    callers = [m for m in state.roster.members.values() if m.call and m.state is not MemberState.ENDED]
+    callers = _callers(state)
     if not callers or _missing(state) or any(m.state not in WAITING for m in callers):
         return
     means = {name: mean_of([m.numbers[name] for m in callers]) for name in callers[0].numbers}
     state.meeting.answered = {}
     for member in callers:
         _answer(state, member, Met(member.call, means, len(callers)))
+
+
+def _callers(state: RunState) -> list[Member]:
+    """Return the members that wait in a call and take part in it; who has been dismissed has only to leave."""
+    return [m for m in state.roster.members.values() if m.call and m.state is not MemberState.ENDED]
 
 
 def awaited(state: RunState, member: Member) -> Reason:

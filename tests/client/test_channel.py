@@ -5,6 +5,7 @@ Waits take no time: the clock moves whenever somebody waits. A few tests have a 
 
 import logging
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -223,6 +224,17 @@ def test_the_end_of_a_generation_ends_only_what_is_of_it(world) -> None:
     assert world.channel.generation_over(5) == ""
     world.at(world.seconds + 1, go(3))
     assert world.ask(3) == go(3)
+
+
+@pytest.mark.parametrize("message", [GivenUp(), Refused("the models differ"), Evicted("silent for 15 s", "")])
+def test_where_no_answer_will_come_an_exchange_is_over_too(world, message) -> None:
+    """Nobody else would free a worker from a collective without a deadline."""
+    over: list[int] = []
+    world.channel.when_over = over.append
+    world.at(1.0, message)
+    with pytest.raises((JoinError, ServerLostError, EvictedError)):
+        world.ask(1)
+    assert over == [sys.maxsize]
 
 
 def test_a_message_that_is_none_is_dropped(world, caplog) -> None:

@@ -301,7 +301,10 @@ def test_a_model_that_is_not_finite_is_left_out_of_the_consensus(switchboard, ca
     members = Members(switchboard, 3)
     with torch.no_grad():
         members.models[1].low.weight[0, 0] = float("nan")
+    weight = members.models[1].linear.weight
+    members.optimizers[1].state[weight] = {"momentum_buffer": torch.full_like(weight, float("nan"))}
     members.run(members.round(final=True))
+    assert not members.optimizers[1].state[weight]["momentum_buffer"].any()
     assert members.values("linear.weight") == [2.0] * 3
     assert members.values("low.weight") == [2.0] * 3
     assert "this worker's model is non-finite: the average leaves it out" in caplog.messages

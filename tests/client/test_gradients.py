@@ -285,6 +285,16 @@ def test_a_layer_that_is_frozen_after_the_join_stays_as_it_is() -> None:
         assert {*dict(bench.model.named_parameters())} - {*bench.backward()} == {"first.weight", "first.bias"}
 
 
+def test_a_layer_that_is_frozen_on_some_workers_only_moves_alike_on_all() -> None:
+    def member(group):
+        bench = Bench(group)
+        bench.model.first.requires_grad_(group.rank == 0)
+        return bench.backward()
+
+    one, other = simulate([2], member)
+    assert same(one, other) and one["first.weight"].any()
+
+
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     bench = alone(model=nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)))
     bench.arm()

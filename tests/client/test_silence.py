@@ -245,7 +245,7 @@ def test_how_far_a_transfer_is_can_be_asked_from_another_thread(monkeypatch) -> 
     network = Network(carry)
     groups, _ = members(2, [b""] * 2, routes=network.routes)
     try:
-        all_at_once(groups, lambda group: group.all_reduce(torch.ones(2_000_000)).wait())
+        all_at_once(groups, lambda group: group.all_reduce(torch.ones(8_000_000)).wait())  # no buffer holds it
     finally:
         network.close()
     assert re.fullmatch(r"[\d.]+ of [\d.]+ MB with node\d/worker\d at [\d.]+ Mbit/s(, about \d+ s left)?", shown[0])

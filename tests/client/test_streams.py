@@ -207,6 +207,16 @@ def test_a_loader_of_a_stream_goes_on_where_it_was(run, make, workers: int) -> N
     assert resumed == rest and len(rest) > 4
 
 
+@pytest.mark.parametrize(("make", "workers"), [(Own, 0), (Plain, 0), (Counted, 0), (Own, 2), (Plain, 2)])
+def test_after_the_end_of_a_pass_the_next_one_begins(run, make, workers: int) -> None:
+    def mine() -> Any:
+        return loader(make(), 1, 2, num_workers=workers)
+
+    whole = [list(x) for x in mine()]
+    rest, resumed = rest_after(run, mine(), len(whole), mine())
+    assert rest == [] and resumed == [int(x) for batch in whole for x in batch]
+
+
 def test_a_stream_that_knows_its_place_is_not_read_again(run) -> None:
     again = Counted()
     rest_after(run, loader(Counted()), 4, loader(again))

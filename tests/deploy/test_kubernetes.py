@@ -159,8 +159,8 @@ def test_a_run_that_is_over_is_healthy(name: str, tmp_path: Path) -> None:
     shell, flag, line = container["livenessProbe"]["exec"]["command"]
     line = line.replace("lsgd status", "false").replace("/runs/digits", str(tmp_path))
     rank = "JOB_COMPLETION_INDEX" if name == "jobset.yaml" else "PET_NODE_RANK"
-    for document, healthy in ((None, False), ({"state": "running"}, False), ({"state": "over"}, True)):
-        if document:
-            (tmp_path / RESULT).write_text(json.dumps(document, indent=2))
+    for state, healthy in (("", False), ("running", False), ("over", True), ("finished", True)):
+        if state:
+            (tmp_path / RESULT).write_text(json.dumps({"state": state}, indent=2))
         done = subprocess.run([shell, flag, line], env={rank: "0", "PATH": "/usr/bin:/bin"}, check=False)
         assert (done.returncode == 0) is healthy

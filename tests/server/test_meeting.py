@@ -123,6 +123,8 @@ def test_who_is_paused_in_a_call_hears_that_its_node_leaves() -> None:
     bench.say(NodeLeave(1, 5, "node1 is to end"))
     assert bench.only("10") == Stop(2, None, "node1 is to end")
     assert bench.member("10").state is MemberState.ENDED
+    meet(bench, "00")  # another call
+    assert bench.only("00") == Met(1, {}, 1)
 
 
 def test_different_calls_are_an_error_for_the_second() -> None:

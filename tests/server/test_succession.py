@@ -7,6 +7,7 @@ import pytest
 
 from lsgd.protocol.messages import (
     PROTOCOL,
+    ChangeSettings,
     Evicted,
     GenerationOver,
     Go,
@@ -190,7 +191,7 @@ def test_who_has_completed_a_round_that_no_copy_has_is_known_after_a_restart_too
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_stop_that_was_ordered_holds_after_a_newer_copy_too(stops: bool, monkeypatch) -> None:
+def test_what_was_ordered_holds_after_a_newer_copy_too(stops: bool, monkeypatch) -> None:
     monkeypatch.setattr("lsgd.server.global_daemon.say", lambda text: None)
     bench = started("00", "10", period=1, local_period=1)
     old = json.loads(json.dumps(capture(bench.state, bench.now)))
@@ -199,11 +200,13 @@ def test_a_stop_that_was_ordered_holds_after_a_newer_copy_too(stops: bool, monke
     state = restore(taken_over(old, successor((ONE,), 1)), bench.now)
     daemon = GlobalDaemon(Coordinator(state), MemoryListener(None))
     if stops:
+        daemon._dispatch(b"operator", ChangeSettings({"iterations": "50"}), bench.now)
         daemon._dispatch(b"operator", StopRun("enough"), bench.now)
     daemon._dispatch(b"node0", newer, bench.now)
     adopted = daemon.coordinator.state
     assert adopted is not state and adopted.ledger.count == bench.ledger.count == 2
     assert adopted.stopping.code == ("ordered" if stops else "")
+    assert adopted.plan.run.iterations == (50 if stops else bench.state.plan.run.iterations)
 
 
 def test_rounds_that_no_copy_has_are_not_ordered_again() -> None:

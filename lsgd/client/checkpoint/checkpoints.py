@@ -1,5 +1,6 @@
 """A worker's checkpoints: saved when a round says so, and loaded when a run is resumed."""
 
+import copy
 import logging
 import random
 import weakref
@@ -257,7 +258,8 @@ class Checkpoints:
 
     def note_positions(self) -> None:
         """Save the loaders' present positions until the next call: what is drawn meanwhile is not trained on yet."""
-        self._noted = self._positions_now()
+        if self.folder is not None:
+            self._noted = copy.deepcopy(self._positions_now())  # a stream may go on with the state that it returned
 
     def forget_positions(self) -> None:
         """Save the positions that loaders have when a checkpoint is taken, as before :meth:`note_positions`."""

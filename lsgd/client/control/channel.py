@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -119,7 +120,7 @@ class Channel:
         given_up: whether no answer will come any more, so that the worker saves what there is, and leaves.
         relay: address of the relay, and the proof for it, if it has moved since the welcome.
         totals: returns what the heartbeats say; called in the channel's thread.
-        when_over: called there with the number of each generation that is over.
+        when_over: called there with the number of each generation that is over, and so are those before it.
         pass_down: called there with messages about addresses and generations, for this worker's other processes.
     """
 
@@ -382,6 +383,8 @@ class Channel:
                 self._recalled = True
             elif one := next((e for e in self._expected if e.answered is None and e.answer(message)), None):
                 one.answered = message
+            if isinstance(message, GivenUp | Refused | Evicted):
+                self.when_over(sys.maxsize)  # nobody else will say that an exchange of this worker is over
             self._changed.notify_all()
 
 

@@ -95,6 +95,9 @@ class GradientExchange:
             # An 8-bit codec fills padding with what its block decodes to: if a number is NaN, NaN, which would stay.
             for gradient, padding in zip(self._gradients, self._padding, strict=True):
                 gradient.index_fill_(0, padding, 0.0)
+            for slot, view in zip(self._slots, self._views, strict=True):
+                if slot.parameter.grad is None and bool(local(view).any()):
+                    slot.parameter.grad = view  # frozen here, but not on all workers: all make the same step
 
         return Commit(change, commit.judged)
 

@@ -195,7 +195,7 @@ class Handover:
         self.nbytes_per_s = 0.0
         self._me, self._ranks, self._homes = group.rank, range(group.size), order.generation.homes
         self._moved_nbytes = self._all_nbytes = 0
-        self._began_at = self._told_at = time.monotonic()
+        self._began_at = self._moved_at = self._told_at = time.monotonic()
 
     def progress(self) -> str:
         """Return how far it is, once it has taken a while; safe from any thread."""
@@ -322,6 +322,7 @@ class Handover:
                 held[table.digests[number]] = piece
         table.note(slot)
         self._moved_nbytes += sum(own.nbytes(hop.parcel) for hop in slot)
+        self._moved_at = time.monotonic()
 
     def _meet(self, seconds: float) -> float:
         """Wait for all members; return how long the slowest took since the last time."""
@@ -333,5 +334,6 @@ class Handover:
 
     def _progress(self) -> StreamProgress:
         peer = self.source if self._me != self.source else min(self.new, default=self.source)
-        seconds, left_nbytes = time.monotonic() - self._began_at, self._all_nbytes - self._moved_nbytes
+        # Until the last move: the servers take a text that changes for movement.
+        seconds, left_nbytes = max(self._moved_at - self._began_at, 1e-6), self._all_nbytes - self._moved_nbytes
         return StreamProgress(self.post.names[peer], seconds, self._moved_nbytes, left_nbytes)

@@ -178,9 +178,9 @@ class RoundEntry:
         self._late = frozenset()
 
     def _cut(self, number: int) -> None:
-        """Abort the exchanges of a generation that is over."""
+        """Abort the exchanges of a generation that is over, as all up to this number are."""
         group, generation = self._group, self.generation
-        if group is not None and generation is not None and generation.number == number:
+        if group is not None and generation is not None and generation.number <= number:
             group.cut()
 
     def group_of(self, order: Round) -> tuple[WorkerGroup, bool]:

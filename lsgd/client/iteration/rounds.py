@@ -230,6 +230,8 @@ class Rounds:
             active.to(State.ENTERED)
             if order.final:
                 self._agree(replica.consensus(group, order, finite=not active.model_is_broken))
+                if active.model_is_broken:
+                    clear(replica.optimizers)
         return group
 
     def _land_before_leaving(self) -> None:
