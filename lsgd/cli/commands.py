@@ -410,10 +410,10 @@ def keygen_command(folder: Path | None, nodes: int) -> None:
     """
     names = [node_name(node) for node in range(nodes)]
     ring = KeyRing.make(folder or default_folder(), [*names, OPERATOR])
+    elsewhere = f"as before; for a new token, delete its line in {ring.folder / ALLOWED}"
     for name in (*names, OPERATOR):
         path = token_path(name, ring.folder)
-        there = path.exists() or f"as before; for a new token, delete its line in {ring.folder / ALLOWED}"
-        click.echo(f"{name:9} {path if there is True else there}")
+        click.echo(f"{name:9} {path if path.exists() else elsewhere}")
     click.echo(
         f"Copy each node's token to that node, so that nobody else can read it. Start the global server with: "
         f"--keys {ring.folder}"

@@ -198,7 +198,8 @@ class StreamLoader(DataLoader[Any]):
         if self._batches > self._start and self.num_workers:  # else the part does so itself
             self.part.set_epoch(self.part.epoch + 1)
         self._batches, self._start = self._start, 0
-        return self._rest(super().__iter__(), skip) if resumed else self._counted(super().__iter__(), 0)
+        batches = super().__iter__()
+        return self._rest(batches, skip) if resumed else self._counted(batches, skip)
 
     def _rest(self, batches: Iterator[Any], skip: int) -> Iterator[Any]:
         """Yield the rest of a pass that has been resumed, or if nothing is left of it, the next pass."""

@@ -156,11 +156,10 @@ class Rounds:
             is_global = self.active is not None and self.active.order.scope == "global"
             heard = heard or (is_global and self.committed > before)
             ends = not continues or (is_global and self.committed > before and not waits)
+        self.grants.stopped = True
         if not self.has_consensus:
             with self._replica.flat.current():
                 self._land_before_leaving()
-        self.grants.stopped = True
-        if not self.has_consensus:
             logger.info(
                 "%s leaves after %d iterations: the run continues without it, and its model is not the consensus, but "
                 "that of round %d",

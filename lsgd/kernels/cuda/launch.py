@@ -73,13 +73,13 @@ class CupyLaunch:
             raise RuntimeError(f"CuPy is built for CUDA {built_for}, torch for CUDA {major}; {remedy}")
         if not cupy.cuda.is_available():
             raise RuntimeError(f"CuPy finds no GPU though torch does; {remedy}")
-        self._device, self._entered = device, cupy.cuda.Device  # one for each launch: threads must not share it
+        self._device, self._device_of = device, cupy.cuda.Device  # one for each launch: threads must not share it
         self._float: Any = cupy.float32
         self._functions: dict[str, Any] = {}
         try:
             code = _compiled(source, cupy.cuda.Device(device.index).compute_capability)
             self._module: Any = cupy.cuda.function.Module()
-            with self._entered(device.index):
+            with self._device_of(device.index):
                 self._module.load(code)
         except Exception as error:  # CuPy's errors have no base in common
             raise RuntimeError(f"CuPy cannot compile or load the kernels for {device}: {error}") from error
@@ -88,7 +88,7 @@ class CupyLaunch:
         """Queue the kernel."""
         typed = tuple(self._float(a) if isinstance(a, float) else a for a in arguments)
         stream = _Stream(torch.cuda.current_stream(self._device).cuda_stream)
-        with self._entered(self._device.index):
+        with self._device_of(self._device.index):
             function = self._functions.get(kernel)
             if function is None:
                 function = self._functions[kernel] = self._module.get_function(kernel)
