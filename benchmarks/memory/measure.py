@@ -86,7 +86,8 @@ def measure(numel: int, train: Callable[[Plan, int, Path], None], folder: Path, 
 def read(file: Path, cases: Mapping[str, AlgorithmSettings]) -> dict[str, tuple[int, int]]:
     """Return the bytes of each case: the least that was resident between two iterations, and the most of all.
 
-    Of the worker that has more. The first line of a phase is not counted: it has what the phase before has left.
+    Of the worker that has more. The first two lines of a phase are not counted: they have what the phase before has
+    left, such as the gradients in its buffers until the first backward pass.
     """
     found: dict[str, tuple[int, int]] = {}
     for rank in range(WORKERS):
@@ -94,8 +95,8 @@ def read(file: Path, cases: Mapping[str, AlgorithmSettings]) -> dict[str, tuple[
         phases: Sequence[tuple[Any, list[Any]]] = [(t, list(each)) for t, each in groupby(lines, lambda line: line[0])]
         for (name, settings), (noted, each) in zip(cases.items(), phases, strict=True):
             assert algorithm_of(noted, "a note").name == settings.name
-            kept = min(now for _, now, _ in each[1:])
-            peak = max(peak for _, _, peak in each[1:])
+            kept = min(now for _, now, _ in each[2:])
+            peak = max(peak for _, _, peak in each[2:])
             before = found.get(name, (kept, peak))
             found[name] = max(kept, before[0]), max(peak, before[1])
     return found

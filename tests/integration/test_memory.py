@@ -14,8 +14,8 @@ from .running import Cluster
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "algorithms.md"
 SCRIPT = Path(benchmarks.memory.worker.__file__).with_suffix("")
-NUMEL = 4_000_000
-TOLERANCE, OF_BUCKETS = 2.0, 3.5
+NUMEL = 12_000_000
+TOLERANCE = 2.0
 """Bytes per parameter, less than one more copy: some MB are buffers of sockets, and of the few buckets of gradients
 that are under way. A large model has no more of them."""
 
@@ -57,5 +57,4 @@ def test_the_table_has_what_is_resident(tmp_path: Path, offload: bool) -> None:
     measured = measure(NUMEL, train, tmp_path, offload=offload)
     assert measured.keys() == said.keys()
     for name, one in measured.items():
-        tolerance = OF_BUCKETS if rows[name][2] == "refused" else TOLERANCE
-        assert (one.kept, one.peak) == pytest.approx((said[name].kept, said[name].peak), abs=tolerance), name
+        assert (one.kept, one.peak) == pytest.approx((said[name].kept, said[name].peak), abs=TOLERANCE), name
