@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-from .integration.running import Cluster
+from .integration.running import DEADLINE_S, Cluster
 
 # Whoever runs the tests may ignore signals, as nohup and a shell's background jobs do. Every process that a test starts
 # would inherit that, and some of them are sent just these.
@@ -51,3 +51,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     made.start("--workers", "2", "--algorithm", "local", "--period", "8", "--iterations", "100")
     yield made
     made.close()
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let operators' requests wait for a busy machine's answer."""
+    monkeypatch.setattr("lsgd.watch.reader.ANSWER_WITHIN_S", DEADLINE_S)

@@ -116,6 +116,7 @@ class TestEnvironment:
         return {"PYTHONPATH": str(tmp_path / "installers")}
 
     @pytest.mark.slow
+    @pytest.mark.timeout(600)  # pip downloads
     def test_is_made_once_and_follows_its_requirements(self, checkout):
         assert "installing into" in checkout.use("examples")
         assert checkout.use("examples") == ""

@@ -82,13 +82,11 @@ def measure(testbed: Testbed, rate_mbit: float, nbytes: int, repeats: int) -> It
     size, numel = len(testbed.hosts), nbytes // 4
     everyone = run(testbed, numel, repeats)
     turns = {
-        method.name: [
-            max(calls[turn][0] for calls in (member[method.name] for member in everyone)) for turn in range(repeats)
-        ]
+        method.name: [taken_s([member[method.name][turn] for member in everyone]) for turn in range(repeats)]
         for method in METHODS
     }
     for method in METHODS:
-        sent = [statistics.median(nbytes for _, nbytes in member[method.name]) for member in everyone]
+        sent = [statistics.median(nbytes for *_, nbytes in member[method.name]) for member in everyone]
         seconds = statistics.median(turns[method.name])
         yield Result(
             size,
@@ -106,8 +104,13 @@ def ratio(one: Sequence[float], other: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
 
-def run(testbed: Testbed, numel: int, repeats: int) -> list[dict[str, list[tuple[float, int]]]]:
-    """Run a member on each host and return, for each, the seconds and bytes of its calls by method.
+def taken_s(calls: Sequence[tuple[float, float, int]]) -> float:
+    """Return the seconds from the first member's begin to the last one's end, on the clock that all have."""
+    return max(ended_s for _, ended_s, _ in calls) - min(began_s for began_s, _, _ in calls)
+
+
+def run(testbed: Testbed, numel: int, repeats: int) -> list[dict[str, list[tuple[float, float, int]]]]:
+    """Run a member on each host and return, for each and by method, when its calls began and ended, and their bytes.
 
     Raises:
         RunFailedError: a member failed; the message has what it said.

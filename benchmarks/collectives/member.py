@@ -68,7 +68,7 @@ def check(x: Tensor, name: str, result: Tensor) -> None:
 
 
 def main() -> None:
-    """Call every collective in turns; rank 0 prints the seconds and bytes of each call as JSON."""
+    """Call every collective in turns; rank 0 prints when each call began and ended, and its bytes, as JSON."""
     parser = argparse.ArgumentParser()
     parser.add_argument("rank", type=int)
     parser.add_argument("size", type=int)
@@ -82,22 +82,22 @@ def main() -> None:
     x = torch.randn(given.numel, generator=torch.Generator().manual_seed(given.rank))
     result = torch.empty_like(x)
 
-    calls: dict[str, list[tuple[float, int]]] = {name: [] for name in collectives}
+    calls: dict[str, list[tuple[float, float, int]]] = {name: [] for name in collectives}
     for turn in range(given.repeats + 1):
         for name, collective in collectives.items():
             result.copy_(x)
             before = sent_with_headers_nbytes()
             dist.barrier()
-            start = time.perf_counter()
+            began_s = time.perf_counter()
             collective(result)
-            seconds = time.perf_counter() - start
+            ended_s = time.perf_counter()
             dist.barrier()
             if turn:
-                calls[name].append((seconds, sent_with_headers_nbytes() - before))
+                calls[name].append((began_s, ended_s, sent_with_headers_nbytes() - before))
             else:
                 check(x, name, result)
 
-    everyone: list[dict[str, list[tuple[float, int]]] | None] = [None] * given.size
+    everyone: list[dict[str, list[tuple[float, float, int]]] | None] = [None] * given.size
     dist.all_gather_object(everyone, calls)
     if given.rank == 0:
         print(json.dumps(everyone))

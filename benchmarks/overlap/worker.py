@@ -22,13 +22,15 @@ def step(model: TimedMLP, optimizer: torch.optim.Optimizer, x: Tensor, sleep_s: 
 
 
 def alone(model: TimedMLP, optimizer: torch.optim.Optimizer, x: Tensor, sleeps_s: Sequence[float]) -> list[float]:
-    """Return the seconds of an iteration with each sleep, without any exchange."""
-    seconds = []
-    for sleep_s in (0.0, *sleeps_s):  # the first one warms up
+    """Return the least seconds of three iterations with each sleep, without any exchange."""
+
+    def step_s(sleep_s: float) -> float:
         start = time.perf_counter()
         step(model, optimizer, x, sleep_s)
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+        return time.perf_counter() - start
+
+    step_s(0.0)  # warms up
+    return [min(step_s(sleep_s) for _ in range(3)) for sleep_s in sleeps_s]
 
 
 def main() -> None:

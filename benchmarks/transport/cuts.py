@@ -9,7 +9,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,7 @@ def member(rank: int, store_address: str, address: str, messages: int) -> None:
     sent, received = torch.full((MESSAGE_NBYTES // 4,), float(rank)), torch.empty(MESSAGE_NBYTES // 4)
     group.all_reduce(torch.zeros(1)).wait()  # makes the connections
     print("begins", flush=True)
+    sys.stdin.readline()  # until all have come here
     started_at = time.monotonic()
     for number in range(messages):
         group.exchange({1 - rank: sent.add_(1)}, {1 - rank: received})
@@ -98,6 +99,10 @@ def measure(
         for process in members:
             assert process.stdout
             process.stdout.readline()  # it begins, or has failed
+        for process in members:
+            assert process.stdin
+            with suppress(BrokenPipeError):  # it has failed
+                print(file=process.stdin, flush=True)
         cutter = Cutter(list(zip(testbeds, all_cuts_s, strict=True)), every_s)
         said = [float(text.splitlines()[-1]) for text in await_all(members, "the members", DEADLINE_S, cutter)]
     seconds = [max(pair) for pair in zip(said[::2], said[1::2], strict=True)]

@@ -29,11 +29,12 @@ def log_command(connect: str, keys: ConnectorKeys | None, names: tuple[str, ...]
     csv writes curves.csv, tensorboard writes event files in tensorboard/, wandb writes a run in wandb/ (offline, unless
     WANDB_MODE says otherwise).
     """
-    out = out or click.get_current_context().meta.get(options.FOLDER)
+    run_dir = click.get_current_context().meta.get(options.FOLDER)
+    out = out or run_dir
     if out is None:
         raise click.UsageError("with --connect, say where to write the curves: --out FOLDER")
     names = tuple(dict.fromkeys(names))
-    count = curves.write(connect, keys, out.absolute(), names)
+    count = curves.write(connect, keys, out.absolute(), names, run_dir)
     click.echo(f"{count} points written to {click.format_filename(out.absolute())} ({', '.join(names)})")
 
 

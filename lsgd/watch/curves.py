@@ -224,10 +224,13 @@ READ_ON_S = 1.0
 """How long to wait for more events after the one that ends the run."""
 
 
-def write(address: str, keys: ConnectorKeys | None, folder: Path, names: Sequence[str]) -> int:
+def write(
+    address: str, keys: ConnectorKeys | None, folder: Path, names: Sequence[str], run_dir: Path | None = None
+) -> int:
     """Write the curves of the run at ``address`` until it is over; return the number of points.
 
-    It continues with a restarted server, and ends on SIGTERM.
+    It continues with a restarted server, and ends on SIGTERM. What a server could not tell before it ended is looked up
+    in ``run_dir``, or else in the folder that is written.
 
     Raises:
         ConfigError: a logger's package is missing, or the folder cannot be made or written.
@@ -239,16 +242,16 @@ def write(address: str, keys: ConnectorKeys | None, folder: Path, names: Sequenc
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with Reader(address, keys) as reader:
-            return _log(reader, folder, names, ended)
+            return _log(reader, folder, run_dir or folder, names, ended)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
 
 
-def _log(reader: Reader, folder: Path, names: Sequence[str], ended: threading.Event) -> int:
+def _log(reader: Reader, folder: Path, run_dir: Path, names: Sequence[str], ended: threading.Event) -> int:
     """Write the run's points with these loggers; return their number."""
     curves, loggers, count = Curves(), list[Logger](), 0
     with ExitStack() as stack:
-        for points in _follow(reader, curves, folder, ended):
+        for points in _follow(reader, curves, run_dir, ended):
             if not loggers:
                 for name in names:
                     loggers.append(LOGGERS[name](folder, curves.view.run))
@@ -262,7 +265,7 @@ def _log(reader: Reader, folder: Path, names: Sequence[str], ended: threading.Ev
     return count
 
 
-def _follow(reader: Reader, curves: Curves, folder: Path, ended: threading.Event) -> Iterator[list[Point]]:
+def _follow(reader: Reader, curves: Curves, run_dir: Path, ended: threading.Event) -> Iterator[list[Point]]:
     """Yield the run's points as they come; the first list, once the run is known, may be empty."""
     view, heard_at, over_at = curves.view, time.monotonic(), 0.0
     while not ended.is_set():
@@ -279,12 +282,12 @@ def _follow(reader: Reader, curves: Curves, folder: Path, ended: threading.Event
                 return
         if batch.connected:
             heard_at = now
-        elif _is_over(folder, view.run):
+        elif _is_over(run_dir, view.run):
             break
         elif now - heard_at > AWAY_FOR_S:
             raise JoinError(f"the global server has been silent for {now - heard_at:.0f} s; its curves end there")
     if view.run and view.state != "over":  # it ended before it could tell us
-        yield list(curves.rounds(time.time(), _written(folder / METRICS, view.run)))
+        yield list(curves.rounds(time.time(), _written(run_dir / METRICS, view.run)))
 
 
 def _is_over(folder: Path, run: str) -> bool:

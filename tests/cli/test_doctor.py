@@ -17,14 +17,13 @@ from lsgd.cli import doctor
 from lsgd.cli.doctor import Doctor
 from lsgd.node.place import Place
 
-from ..integration.running import FORKS
+from ..integration.running import FORKS, free_port
 from ..needs import needs_nat
 
 
 @pytest.fixture
 def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+    return free_port()
 
 
 def examine(node: int, nodes: int, port: int) -> tuple[int, str]:

@@ -5,8 +5,8 @@ import io
 import json
 import os
 import signal
-import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -23,7 +23,9 @@ from lsgd.settings import shown as shown_value
 from lsgd.watch import terminal
 from lsgd.watch.view import RunView
 
-from ..integration.running import Cluster
+from ..integration.running import Cluster, until
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture
@@ -55,14 +57,18 @@ def test_healthy_is_a_server_that_answers(tmp_path):
         done = CliRunner().invoke(main, ["status", "--healthy", "--connect", own.address])
         return done.exit_code, done.output
 
-    try:
+    def answers():
         code, output = healthy()
-        assert code == 0 and output.startswith("healthy: run ") and "is waiting, 0 iterations" in output
+        return output if code == 0 else ""
+
+    try:
+        output = until(answers, "the server answers within 1 s")
+        assert output.startswith("healthy: run ") and "is waiting, 0 iterations" in output
         server.send(signal.SIGSTOP)
         code, output = healthy()
         assert code == 1 and f"no global server answers at {own.address} within 1 s" in output
         server.send(signal.SIGCONT)
-        assert healthy()[0] == 0
+        until(answers, "it answers again")
         server.send(signal.SIGKILL)
         server.wait()
         assert healthy()[0] == 1
@@ -117,12 +123,13 @@ def test_the_status_of_a_run_that_has_ended_is_its_end(tmp_path, monkeypatch):
     assert CliRunner().invoke(main, ["stop"]).exit_code == 1
 
 
-def test_a_look_at_a_run_folder_keeps_no_launcher_from_it(tmp_path):
+def test_a_look_at_a_run_folder_keeps_no_launcher_from_it(tmp_path, monkeypatch):
     with claimed(tmp_path, 0, "tcp://127.0.0.1:9"):
         pass
     with (tmp_path / "node0.lock").open() as looked_at:
         fcntl.flock(looked_at, fcntl.LOCK_SH)
-        threading.Timer(0.1, fcntl.flock, (looked_at, fcntl.LOCK_UN)).start()
+        clock = SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: fcntl.flock(looked_at, fcntl.LOCK_UN))
+        monkeypatch.setattr("lsgd.run_folder.time", clock)
         with claimed(tmp_path, 0, "tcp://127.0.0.1:9"):
             pass
 

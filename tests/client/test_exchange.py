@@ -114,6 +114,12 @@ class Members:
         ranks = [rank for rank in range(self.count) if rank not in without]
         return together(lambda rank: self.rounds[rank].carry_out(round), ranks)
 
+    def hurry(self) -> None:
+        """Let the groups that there are wait 2 s for a silent member, and no longer."""
+        for group in (rounds.entry._group for rounds in self.rounds):
+            for each in (group, *group._subgroups.values()):
+                each._timeout_s = 2.0
+
     def values(self, name: str) -> list[float]:
         return [float(model.state_dict()[name].flatten()[0]) for model in self.models]
 
@@ -429,10 +435,11 @@ def test_the_last_round_waits_for_a_newcomer(switchboard, slow) -> None:
 
 @pytest.mark.parametrize("without", [0, 1], ids=["bystander", "source"])
 def test_a_download_continues_in_another_generation(switchboard, slow, without) -> None:
-    members = begin_with_a_late_one(switchboard, LocalSettings(period=4, compression="none"), exchange_timeout_s=2.0)
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4, compression="none"))
     lost = members.rounds[2].entry._following._all_nbytes
     train(members, 1.0)
     before = [[x.clone() for x in state] for state in states(members)]
+    members.hurry()
     errors = members.run(members.round(3, number=2, new=(2,), source=1), without=(without,))
     assert [type(error) for error in errors] == [ExchangeError] * 2
     assert same(before[1 - without], states(members)[1 - without])
@@ -450,9 +457,10 @@ def test_a_download_continues_in_another_generation(switchboard, slow, without) 
 
 
 def test_those_who_stay_lose_a_round_to_a_newcomer_that_dies(switchboard, slow) -> None:
-    members = begin_with_a_late_one(switchboard, LocalSettings(period=4, compression="none"), exchange_timeout_s=2.0)
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4, compression="none"))
     train(members, 1.0)
     before = [[x.clone() for x in state] for state in states(members)]
+    members.hurry()
     errors = members.run(members.round(3, number=2, new=(2,), source=1), without=(2,))
     assert [type(error) for error in errors] == [ExchangeError] * 2
     assert all(same(*each) for each in zip(before[:2], states(members)[:2], strict=True))
@@ -635,11 +643,12 @@ def test_who_exchanges_gradients_scales_them_as_the_source_does(switchboard, set
 
 
 def test_a_failed_round_changes_nothing_and_the_next_generation_goes_on(switchboard) -> None:
-    members = Members(switchboard, 3, exchange_timeout_s=2.0)
+    members = Members(switchboard, 3)
     members.run(members.round())
     before = [{n: x.clone() for n, x in m.state_dict().items()} for m in members.models]
     leaders = [[x.clone() for x in r.algorithm.shared_state()] for r in members.replicas]
 
+    members.hurry()
     errors = members.run(members.round(2, leader=1), without=(2,))
     assert [type(error) for error in errors] == [ExchangeError] * 2
     for model, state in zip(members.models, before, strict=True):

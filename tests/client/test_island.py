@@ -161,6 +161,7 @@ def test_a_process_that_takes_nothing_any_more_ends_the_island(monkeypatch) -> N
     with ThreadPoolExecutor(1) as thread:
         sending = thread.submit(head._peers[0].send, "frame", b"")
         try:
+            until(sending.running, "its thread sends")
             assert ended.result(20) == IslandError.exit_code
             with pytest.raises(IslandError, match="process 1 of this island has been silent for"):
                 head._peers[0].receive((1, "votes"))

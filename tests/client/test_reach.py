@@ -1,8 +1,10 @@
 """The probe of a generation's links: real sockets, members as threads, and the server's own rendezvous."""
 
 import json
+import math
 import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,15 +66,26 @@ def test_nodes_are_apart_if_two_of_their_members_are() -> None:
     assert missed_nodes(rows, generation(2, 1, 1, 2)) == (0, 1, 0, 2, 2, 0)
 
 
-def calls(count: int, spoil=lambda me, endpoints: endpoints, within_s: float = HOUR_S) -> list[list[int]]:
-    """Return for each of some members which of the lower ranks it did not reach; ``spoil`` changes what it knows."""
+def calls(count: int, spoil=lambda me, endpoints: endpoints, ends_after: float = math.inf) -> list[list[int]]:
+    """Return for each of some members which of the lower ranks it did not reach.
+
+    ``spoil`` changes what it knows. When so many calls have ended, members that have not been called wait no longer.
+    """
+    ended: list[int] = []
+
+    class Noted(Calls):
+        async def _call(self, rank: int) -> None:
+            await super()._call(rank)
+            ended.append(rank)
+
     opened = [listening("127.0.0.1") for _ in range(count)]
     entered = [one.__enter__() for one in opened]
     endpoints = [endpoint for _, endpoint in entered]
 
     def make(me: int) -> list[int]:
         known = spoil(me, list(endpoints))
-        return Calls(entered[me][0], me, known).make(range(me), range(me + 1, count), within_s, lambda: False)
+        noted = Noted(entered[me][0], me, known)
+        return noted.make(range(me), range(me + 1, count), HOUR_S, lambda: len(ended) >= ends_after)
 
     try:
         return together(make, range(count))
@@ -103,17 +116,29 @@ def test_a_door_that_is_closed_a_wrong_one_and_one_without_a_route_are_missed() 
             endpoints[2] = replace(endpoints[2], address="255.255.255.255")
         return endpoints
 
-    assert calls(4, spoil, within_s=1.0) == [[], [], [], [0, 1, 2]]
+    assert calls(4, spoil, ends_after=6) == [[], [], [], [0, 1, 2]]
 
 
 def test_who_takes_the_connection_and_says_nothing_or_something_else_is_missed() -> None:
     before = descriptors()
-    with socket.create_server(("127.0.0.1", 0)) as silent, listening("127.0.0.1") as (listener, endpoint):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        listening("127.0.0.1") as (listener, endpoint),
+        ThreadPoolExecutor(1) as thread,
+    ):
+        silent.settimeout(20)
         mute = replace(endpoint, port=silent.getsockname()[1])
-        assert Calls(listener, 1, [mute, endpoint]).make([0], [], 0.5, lambda: False) == [0]
-        connection, _ = silent.accept()
-        with connection:
-            assert connection.recv(16) == endpoint.nonce
+
+        def hear() -> tuple[socket.socket, bytes]:
+            connection, _ = silent.accept()
+            connection.settimeout(20)
+            return connection, connection.recv(16)
+
+        heard = thread.submit(hear)
+        assert Calls(listener, 1, [mute, endpoint]).make([0], [], HOUR_S, heard.done) == [0]
+        connection, nonce = heard.result()
+        connection.close()
+        assert nonce == endpoint.nonce
     assert descriptors() == before
 
 

@@ -120,10 +120,11 @@ def test_a_nodes_other_workers_are_free_as_soon_as_the_first_one_gives_up(clock)
 
 def test_workers_of_a_single_node_have_the_deadline_among_themselves(clock) -> None:
     groups, _ = members(2, [b""] * 2, timeout_s=900.0, node_sizes=(2,))
-    over = threading.Event()
+    met, over = threading.Barrier(2, timeout=20), threading.Event()
 
     def work(group: TcpGroup) -> str:
         group.all_reduce(torch.ones(1)).wait()
+        met.wait()
         if group.rank == 0:
             while not over.wait(0.001):
                 clock.now += 10.0
@@ -153,6 +154,10 @@ def test_a_transfer_that_stands_still_does_not_look_as_if_it_moved(clock) -> Non
     network = Network(carry)
     groups, _ = members(3, [b""] * 3, timeout_s=900.0, routes=network.routes, node_sizes=(2, 1))
 
+    def shows() -> str:
+        clock.now += 1.0  # it stands, and this member may have come to the transfer only then
+        return groups[1].progress()
+
     def stopped() -> bool:
         clock.now += 900.0
         return not groups[1].progress()
@@ -161,7 +166,7 @@ def test_a_transfer_that_stands_still_does_not_look_as_if_it_moved(clock) -> Non
         if group.rank == 2:
             stands.wait(30)
             try:
-                until(groups[1].progress, "the transfer shows")
+                until(shows, "the transfer shows")
                 until(stopped, "it shows no longer")
             finally:
                 over.set()

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import socket
 import struct
@@ -14,16 +15,20 @@ import pytest
 import torch
 
 from benchmarks.testbed import Testbed
+from lsgd.client.groups import base, tcp_group
 from lsgd.client.groups.handshake import context_of
 from lsgd.client.groups.stream import Operation
 from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.errors import ExchangeError
 from lsgd.protocol.credentials import run_certificate
 
+from ..integration.running import until
 from .bench import CERTIFICATE, Switchboard
-from .meshes import all_at_once, members
+from .meshes import all_at_once, clock, members
 from .test_groups import HOUR_S, every_verb
 from .test_groups import run as run_over
+
+__all__ = ["clock"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -129,24 +134,27 @@ def test_a_member_that_goes_frees_its_neighbours_at_once(run) -> None:
     assert run((2,), work, timeout_s=HOUR_S) == [None, True]
 
 
-def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(run) -> None:
-    over = threading.Event()
+@pytest.mark.parametrize("certificate", [b"", CERTIFICATE], ids=["plain", "tls"])
+def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(clock, monkeypatch, certificate) -> None:
+    for module in (base, tcp_group):
+        monkeypatch.setattr(module, "time", clock)
+    groups, _ = members(2, [certificate] * 2, timeout_s=20.0)
+    met, over = threading.Barrier(2, timeout=20), threading.Event()
 
-    def work(group: TcpGroup):
+    def work(group: TcpGroup) -> str:
         group.all_reduce(torch.ones(1)).wait()
-        group._timeout_s = 1.0  # no longer, now that all have met
+        met.wait()
         if group.rank == 1:
-            over.wait(20)
-            return None
-        try:
+            until(lambda: groups[0]._mesh.from_(1).waited_since() < math.inf, "the other one waits")
+            clock.now += 20.5
+            return str(over.wait(20))
+        with pytest.raises(ExchangeError) as raised:
             group.broadcast(torch.ones(100_000), 1)
-        except ExchangeError as error:
-            return str(error)
-        finally:
-            over.set()
+        over.set()
+        return str(raised.value)
 
-    told, _ = run((1, 1), work, timeout_s=20.0)
-    assert told.startswith("broadcast from node1/worker0: waited 1.")
+    told, _ = all_at_once(groups, work)
+    assert told.startswith("broadcast from node1/worker0: waited 20.5 s")
     assert "node1/worker0 did not do its part in time" in told
 
 

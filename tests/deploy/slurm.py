@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from ..integration.running import until
+from ..integration.running import free_port, until
 
 ENDS_WITHIN_S = 10.0
 JOBS_END_WITHIN_S = 60.0
@@ -64,7 +64,7 @@ class Slurm:
             CONFIGURATION.format(
                 host=socket.gethostname().split(".")[0],
                 user=getpass.getuser(),
-                ports=free_ports(3),
+                ports=[free_port() for _ in range(3)],
                 folder=folder,
                 kill_wait_s=kill_wait_s,
                 cpus=os.cpu_count(),
@@ -95,8 +95,10 @@ class Slurm:
 
     def ask(self, *command: str) -> str:
         """Return what a command of Slurm prints; nothing if it fails."""
-        done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=30)
-        return done.stdout if done.returncode == 0 else ""
+        with suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=60)
+            return done.stdout if done.returncode == 0 else ""
+        return ""
 
     def submit(self, folder: Path, variables: Mapping[str, str], *command: object) -> str:
         """Submit a batch file in ``folder``; return the number of the job."""
@@ -106,7 +108,7 @@ class Slurm:
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=90,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -128,12 +130,3 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports

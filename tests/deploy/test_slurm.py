@@ -91,6 +91,7 @@ def test_a_job_that_is_started_again_continues_from_its_checkpoints(
 
     until(lambda: saved() == {"node0", "node1"}, "both nodes have checkpoints", 150)
     slurm.ask(*again, job.number)
+    until(lambda: "stopping: lsgd launch of node0 got SIGTERM" in job.says, "the job is told to stop")
     job.may_continue.touch()
     until(lambda: job.state in ENDS, "the job ends", 200)
     assert job.state == "COMPLETED", job.says

@@ -145,11 +145,11 @@ def test_a_worker_killed_in_a_gradient_exchange(cluster, tmp_path, algorithm, vi
         {"name": algorithm, "bucket_mib": 0.001},
         iterations=160,
         exchange_timeout_s=20.0,
-        lease_s=4.0,
     )
     server, locals_ = cluster.start("--workers", "4", *flags, nodes=2)
     workers = {
-        place: cluster.worker("steps", *place, *(["--die-at", "12"] if place == victim else [])) for place in PLACES
+        place: cluster.worker("steps", *place, "--meet-at", 12, *(["--die-at", 12] if place == victim else []))
+        for place in PLACES
     }
     assert workers[victim].wait() == -signal.SIGKILL
     survivors = [place for place in PLACES if place != victim]
@@ -183,7 +183,7 @@ def test_a_worker_killed_in_a_gradient_exchange(cluster, tmp_path, algorithm, vi
     ids=lambda settings: " ".join(map(str, settings.values())),
 )
 def test_a_worker_killed_while_models_are_exchanged(cluster, tmp_path, settings) -> None:
-    flags = plan(tmp_path, settings, iterations=240, exchange_timeout_s=20.0, lease_s=4.0)
+    flags = plan(tmp_path, settings, iterations=240, exchange_timeout_s=20.0)
     server, locals_ = cluster.start("--workers", "4", *flags, nodes=2)
     kill = ["--die-in", "forward", "--die-at", "13"]
     workers = {

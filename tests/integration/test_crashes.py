@@ -1,6 +1,7 @@
 """Processes that are killed, frozen or stuck in the middle of a run, and what becomes of the run."""
 
 import json
+import os
 import re
 import signal
 from pathlib import Path
@@ -11,7 +12,7 @@ from lsgd.errors import EvictedError
 from lsgd.protocol.events import GenerationBegan, RoundFailed, RoundOrdered, WorkerChanged
 from lsgd.protocol.messages import ChangeSettings, Status
 
-from .running import Cluster, Process, until
+from .running import Cluster, Process, free_port, until
 
 EVERY = ("--period", "12", "--local-period", "4")
 
@@ -38,8 +39,13 @@ def trains(cluster: Cluster, iterations: int = 20) -> int:
 
 def finish(cluster: Cluster, server: Process, *others: Process) -> int:
     """Let the run end a little later, exactly at a limit, and everybody with it; return that."""
+    workers = [process for process in others if process.name.startswith("worker")]
+    for worker in workers:  # or they may be beyond the limit before it is set
+        worker.send(signal.SIGSTOP)
     limit = cluster.status()["count"] + 60
     assert isinstance(cluster.ask(ChangeSettings({"iterations": str(limit)})), Status)
+    for worker in workers:
+        worker.send(signal.SIGCONT)
     for process in (*others, server):
         process.succeeds()
     server.says(rf"the run is over: all {limit} iterations are done; {limit} iterations")
@@ -52,7 +58,7 @@ class JournaledRun:
     def __init__(self, cluster: Cluster, *arguments: str) -> None:
         self.cluster = cluster
         self._arguments = ("--journal", str(cluster.folder / "journal.sqlite"), *arguments)
-        self.server = cluster.start_global(*self._arguments)
+        self.server = cluster.start_global(*self._arguments, listen=f"tcp://127.0.0.1:{free_port()}")
         self.run = cluster.status()["run"]
 
     def start_again(self) -> None:
@@ -163,10 +169,13 @@ def test_both_servers_killed_together(cluster) -> None:
 def test_a_global_server_killed_at_the_end_ends_the_run_when_it_is_back(cluster) -> None:
     run = JournaledRun(cluster, "--workers", "2", "--iterations", "60", *EVERY)
     local = cluster.start_local()
-    workers = [cluster.worker("crash", 0, index) for index in (0, 1)]
-    run.server.says("makes the consensus")
+    go = cluster.folder / "go"
+    workers = [cluster.worker("crash", 0, index, "--dwell-in-round", 4, "--until", go) for index in (0, 1)]
+    run.server.says("round 4 makes the consensus")
+    workers[0].says("dwells in round 4")
     kill(run.server)
     run.start_again()
+    go.touch()
     for process in (*workers, local, run.server):
         process.succeeds()
     assert steps(cluster) == 60
@@ -182,14 +191,16 @@ def state(process: Process) -> str:
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "stuck"])
 def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_its_place(cluster, fault) -> None:
-    server, locals_ = cluster.start("--workers", "3", "--lease-s", "2", *EVERY)
+    lease = () if fault == "killed" else ("--lease-s", "2")
+    server, locals_ = cluster.start("--workers", "3", *lease, *EVERY)
     survivors = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
-    stuck = ("--stick-at", 10, "--stick", 6) if fault == "stuck" else ()
-    victim = cluster.worker("crash", 0, 2, "--sleep", 0.02, *stuck)
+    go = cluster.folder / "go"
     if fault == "stuck":
-        victim.says("holds the GIL")
-    else:
-        trains(cluster)
+        os.mkfifo(go)
+    waits_at = "--stick-at" if fault == "stuck" else "--stall-at"
+    victim = cluster.worker("crash", 0, 2, "--sleep", 0.02, waits_at, 3, "--until", go)
+    victim.says("^holds the GIL$|^stalls$")  # in an iteration, and in no round
+    if fault != "stuck":
         victim.send(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
     code = "failed" if fault == "killed" else "silent"
     cluster.tells(WorkerChanged, worker="node0/worker2", state="left", code=code)
@@ -205,6 +216,7 @@ def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_it
         assert victim.wait() == -signal.SIGKILL
     else:
         victim.send(signal.SIGCONT)
+        go.open("w").close()
         assert victim.wait() == EvictedError.exit_code
         assert re.search(r"ends with exit code 76: node0/worker2 is not in run \w+: it was evicted", victim.output)
         assert cluster.status()["generation"] == 2
@@ -222,15 +234,17 @@ def test_a_worker_that_computes_for_too_long_is_evicted_and_comes_back(cluster) 
     other = cluster.worker("crash", 0, 0, "--sleep", 0.02)
     go = cluster.folder / "go"
     slow = cluster.worker("crash", 0, 1, "--sleep", 0.02, "--stall-at", 10, "--until", go)
-    evicted = cluster.tells(GenerationBegan, code="evicted")
-    assert evicted.generation.members == ("node0/worker0",)
-    slow.says(f"generation 1 is over: {evicted.reason}")
+    slow.says("^stalls$")
+    until(lambda: cluster.status()["members"][1]["state"] == "straggler", "the others have waited for it")
+    evicted = [what for what in cluster.told() if isinstance(what, GenerationBegan)][-1]
+    assert (evicted.code, evicted.generation.members) == ("evicted", ("node0/worker0",))
+    slow.says(f"generation {evicted.generation.number - 1} is over: {evicted.reason}")
     trains(cluster)
     assert "goes on" not in slow.output
-    (member,) = (m for m in cluster.status()["members"] if m["worker"] == "node0/worker1")
+    member = cluster.status()["members"][1]
     assert member["state"] == "straggler", "and not gone: it is heard of, whatever it computes"
     go.touch()
-    assert len(cluster.generation(3).members) == 2
+    assert len(cluster.generation(evicted.generation.number + 1).members) == 2
     trains(cluster)
     assert finish(cluster, server, other, slow, *locals_) == steps(cluster)
     assert len({cluster.result(0, index)["model"] for index in range(2)}) == 1
@@ -238,8 +252,7 @@ def test_a_worker_that_computes_for_too_long_is_evicted_and_comes_back(cluster) 
 
 
 def test_a_leader_killed_in_the_middle_of_its_own_broadcast(cluster) -> None:
-    flags = ("--workers", "3", "--lease-s", "2", "--election", "loss")
-    server, locals_ = cluster.start(*flags, *EVERY)
+    server, locals_ = cluster.start("--workers", "3", "--election", "loss", *EVERY)
     survivors = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     victim = cluster.worker("crash", 0, 2, "--sleep", 0.02, "--lead", "--die-in-round", 3)
     assert victim.wait() == -signal.SIGKILL

@@ -18,7 +18,8 @@ def test_a_frozen_local_server_costs_nobody_the_model(cluster) -> None:
     trains(cluster)
     local.send(signal.SIGSTOP)
     cluster.tells(Note, code="all_silent")
-    workers[0].says(r"waits for its next iteration for \d+ s: the local server at \S+ has been silent")
+    for worker in workers:
+        worker.says(r"waits for its next iteration for \d+ s: the local server at \S+ has been silent")
     local.send(signal.SIGCONT)
     trains(cluster)
     assert cluster.status()["generation"] == 1
@@ -94,10 +95,15 @@ def test_a_run_that_has_lost_its_model_goes_back_to_its_checkpoints(cluster) -> 
 def test_a_server_without_the_journal_of_the_run_does_not_begin_another(cluster) -> None:
     run = JournaledRun(cluster, "--workers", "2", "--server-timeout-s", "4", *EVERY)
     local = cluster.start_local()
-    workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
-    trains(cluster, 60)
+    go = cluster.folder / "go"
+    pause = ("--pause-at", 40, "--until", go)
+    workers = [cluster.worker("train", 0, index, "--sleep", 0.02, *pause) for index in (0, 1)]
+    for worker in workers:
+        worker.says("^naps$")  # and so waits for no server
     kill(run.server)
     other = cluster.start_global("--workers", "2", listen=cluster.address)
+    local.says(rf"connected to the global server at \S+, run (?!{run.run}\b)\w")
+    go.touch()
     for worker in workers:
         assert worker.wait() == 75
         told = f"without its journal. Stop it, and start it again with the --journal of run {run.run}"

@@ -41,7 +41,7 @@ train = partial(train_two, "lightning_worker")
 )
 def test_two_trainers_train_one_model(cluster, algorithm, arguments) -> None:
     plan = ["--algorithm", algorithm, "--iterations", "60"]
-    plan += ["--period", "8"] if algorithm == "local" else []
+    plan += ["--period", "2"] if algorithm == "local" else []  # 15 rounds: each makes its first epoch
     output, workers = train(cluster, plan, "--min-steps", 500, *arguments)
     assert "all 60 iterations are done; 60 iterations" in output and "failed" not in output
     assert [w["steps"] for w in workers] == [w["iterations"] for w in workers]

@@ -104,20 +104,17 @@ def unobstructed(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 def relay_on(host: Host) -> int:
     """Return the id of the relay's process as this machine has it."""
     (pid,) = until(
-        lambda: [
-            int(entry.name)
-            for entry in Path("/proc").glob("[0-9]*")
-            if is_relay(entry) and os.readlink(entry / "ns/net") == os.readlink(f"/proc/{host.pid}/ns/net")
-        ],
+        lambda: [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if is_relay(entry, host)],
         "there is a relay",
     )
     return pid
 
 
-def is_relay(process: Path) -> bool:
+def is_relay(process: Path, host: Host) -> bool:
     try:
-        return b"\0--relay\0" in (process / "cmdline").read_bytes()
-    except OSError:
+        on_host = os.readlink(process / "ns/net") == os.readlink(f"/proc/{host.pid}/ns/net")
+        return on_host and b"\0--relay\0" in (process / "cmdline").read_bytes()
+    except OSError:  # it has ended meanwhile
         return False
 
 

@@ -120,8 +120,8 @@ def test_checkpoints_that_cannot_be_written_are_a_warning(cluster) -> None:
 
 
 def test_a_worker_that_loses_its_servers_saves_its_state(cluster) -> None:
-    arguments = ("--period", "4", "--local-period", "4", "--server-timeout-s", "1", "--lease-s", "2")
-    (server, local), (worker,) = start(cluster, 1, *arguments)
+    every = ("--period", "4", "--local-period", "4")
+    (server, local), (worker,) = start(cluster, 1, *every, "--server-timeout-s", "1", "--lease-s", "2")
     cluster.tells(RoundOrdered, round=3)
     server.send(signal.SIGKILL)
     server.wait()
@@ -131,7 +131,7 @@ def test_a_worker_that_loses_its_servers_saves_its_state(cluster) -> None:
     run, (count,) = newest(cluster)
     path = checkpoint_path(cluster.folder / CHECKPOINTS, run, count, "node0/worker0")
     assert f"its state is saved in {path}; when the servers can run again, resume from it" in worker.output
-    servers, workers = start(cluster, 1, *arguments, "--iterations", str(count + 9), **going_on(cluster))
+    servers, workers = start(cluster, 1, *every, "--iterations", str(count + 9), **going_on(cluster))
     assert f"resumes after {count} iterations" in finish(servers, workers, count + 9)
 
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import lsgd
 from lsgd.client.checkpoint.file import read
+from lsgd.client.control.channel import Channel, Clock
 from lsgd.client.control.identity import Identity
 from lsgd.client.wrap import WrappedWorker, loss_in
 from lsgd.errors import ConfigError, EvictedError, JoinError, LsgdError
@@ -105,7 +106,7 @@ def test_two_scripts_make_their_own_steps_and_end_with_one_model(cluster, argume
     (made, first, one), (more, second, two) = in_threads(cluster, train)
     assert (made, more) == (20, 30) and (first, second) == (True, False)
     assert all(torch.equal(one[name], two[name]) for name in one)
-    assert "all workers have made the steps of their own loops, 50 iterations" in cluster.processes[0].output
+    cluster.processes[0].says("all workers have made the steps of their own loops, 50 iterations")
 
 
 @pytest.mark.parametrize("arguments", ALGORITHMS)
@@ -399,6 +400,18 @@ def test_errors_that_nothing_handles_set_the_exit_code(script, monkeypatch) -> N
     assert not script.worker._open
 
 
+class Hour(Clock):
+    """The clock of a channel: an hour passes when the servers say that somebody is still in the loop."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._passed_s = channel, 0.0
+
+    def now(self) -> float:
+        if "still in the loop" in self._channel._waits_for:
+            self._passed_s = 3600.0
+        return super().now() + self._passed_s
+
+
 def test_finish_gives_up_after_its_time(cluster, caplog) -> None:
     cluster.start("--workers", "2", "--algorithm", "local", "--period", "2")
     go_on = itertools.count()
@@ -408,7 +421,9 @@ def test_finish_gives_up_after_its_time(cluster, caplog) -> None:
         script.worker.barrier()
         script.step(BATCH * (index + 1))
         if index == 0:
-            return script.worker.finish(timeout_s=0.5)
+            channel = script.worker._channel
+            channel._clock = Hour(channel)
+            return script.worker.finish(timeout_s=600)
         while script.worker.status()["members"][0]["state"] != "left":
             script.step(BATCH * next(go_on))
         return script.worker.finish()

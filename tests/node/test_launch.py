@@ -137,6 +137,7 @@ def program(folder: Path, name: str, script: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("patient")
 class TestNode:
     """Real servers, real workers."""
 

@@ -14,7 +14,7 @@ import pytest
 
 from lsgd.errors import ConfigError
 from lsgd.node.elsewhere import Elsewhere
-from lsgd.node.local_server import LEAVE_WITHIN_S, SILENT_AFTER_S, LocalServer
+from lsgd.node.local_server import LAST_LEAVE_WITHIN_S, LEAVE_WITHIN_S, SILENT_AFTER_S, LocalServer
 from lsgd.protocol.messages import (
     LOOP_ENDED,
     PROTOCOL,
@@ -199,6 +199,16 @@ def test_who_joins_too_late_has_heard_of_the_end_too(between) -> None:
     between.worker.send([encode(greeting(3, 0, 7))])
     between.until(lambda: Over("the node leaves") in between.below, "it is told")
     assert between.server.ended == {"node3/worker0"}
+
+
+def test_a_global_server_that_is_gone_does_not_keep_a_node_that_leaves(between) -> None:
+    between.until(lambda: any(isinstance(m, NodeHello) for m in between.above), "a greeting comes")
+    between.say(NodeWelcome("run"))
+    between.until(lambda: between.server.heard_at, "it is welcome")
+    began = between.now
+    between.server.end("the node leaves")
+    between.until(lambda: between.server.finished, "it has ended")
+    assert between.now - began < LAST_LEAVE_WITHIN_S + 1.0
 
 
 def test_a_refused_node_says_why(between) -> None:

@@ -10,7 +10,6 @@ such as a stop or a greeting.
 import argparse
 import json
 import random
-import socket
 import subprocess
 import sys
 import tempfile
@@ -215,33 +214,29 @@ def attacking(address: str, pump: Callable[[], None]) -> Iterator[Callable[[list
         yield send
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def fuzz_global(frames: int, random: random.Random) -> int:
     """Send damaged frames to a global server with one member; return by how many bytes it has grown."""
-    address = f"tcp://127.0.0.1:{free_port()}"
-    server = Server("--global", "--listen", address, "--workers", "2")
-    try:
-        with Connector(address, b"node0#1") as link, attacking(address, lambda: None) as send:
-            poller = Poller(link)
-            join = Join(PROTOCOL, *VICTIM, 0, 0, {}, "digest", "2 parameters", "", "127.0.0.1")
-            ask(link, encode(NodeHello(PROTOCOL, 0, 1, "host", "0.1.0")), NodeWelcome, poller, 1)
-            ask(link, encode(join), Waiting, poller, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"ipc://{folder}/global"
+        server = Server("--global", "--listen", address, "--workers", "2")
+        try:
+            with Connector(address, b"node0#1") as link, attacking(address, lambda: None) as send:
+                poller = Poller(link)
+                join = Join(PROTOCOL, *VICTIM, 0, 0, {}, "digest", "2 parameters", "", "127.0.0.1")
+                ask(link, encode(NodeHello(PROTOCOL, 0, 1, "host", "0.1.0")), NodeWelcome, poller, 1)
+                ask(link, encode(join), Waiting, poller, 1)
 
-            def state() -> object:
-                link.send([encode(Heartbeat(*VICTIM))])
-                status = json.loads(ask(link, encode(StatusQuery(0)), Status, poller, 1).report)
-                for member in status["members"]:
-                    del member["heard_s_ago"]
-                del status["stream"]  # it goes on by itself
-                return status
+                def state() -> object:
+                    link.send([encode(Heartbeat(*VICTIM))])
+                    status = json.loads(ask(link, encode(StatusQuery(0)), Status, poller, 1).report)
+                    for member in status["members"]:
+                        del member["heard_s_ago"]
+                    del status["stream"]  # it goes on by itself
+                    return status
 
-            return _feed(server, frames, random, send, state)
-    finally:
-        server.close()
+                return _feed(server, frames, random, send, state)
+        finally:
+            server.close()
 
 
 def fuzz_local(frames: int, random: random.Random) -> int:

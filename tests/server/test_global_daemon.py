@@ -1,13 +1,16 @@
 """The global server as a process: what it says, what it survives, and how it ends."""
 
 import contextlib
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import msgpack
 import pytest
@@ -33,10 +36,14 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Connector, Listener, Poller
+from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import EXIT_AT_ONCE
+from lsgd.server.global_daemon import GlobalDaemon
+from lsgd.server.state import RunState
 
-from ..integration.running import Cluster, until
-from .helpers import greeting
+from ..integration.running import DEADLINE_S, Cluster, free_port, until
+from .helpers import greeting, make_plan
+from .served_run import MemoryListener
 
 
 @pytest.fixture
@@ -207,25 +214,41 @@ def test_another_protocol_is_refused_with_both_sides_named(cluster, peer) -> Non
     assert cluster.status()["members"] == []
 
 
-def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(cluster, peer) -> None:
-    peer.say(hello(host="alpha"))
-    peer.hears(NodeWelcome)
-    other = Peer(cluster.address, "node0#2")
-    other.say(hello(incarnation=2, host="beta"), encode(NodeLeave(0, 2, "a stranger's word")))
-    other.say(encode(StatusQuery(0)))
-    other.hears(Status)
-    assert other.got == []  # the first may have died
-    peer.say(hello(host="alpha"), encode(StatusQuery(0)))
-    peer.hears(Status)
-    other.say(hello(incarnation=2, host="beta"))
-    assert "node 0 is already alpha; give beta another index (--node" in str(other.hears(Refused)[1])
+class Answers(MemoryListener):
+    """Keeps what is sent, by peer."""
+
+    def __init__(self) -> None:
+        self.arrived = []
+        self.sent: defaultdict[bytes, list[tuple[bytes, object]]] = defaultdict(list)
+
+    def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
+        self.sent[peer] += zip(frames[::2], map(decode, frames[1::2]), strict=True)
+        return True
+
+
+def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(monkeypatch) -> None:
+    monkeypatch.setattr("lsgd.server.global_daemon.say", lambda text: None)
+    link, seconds = Answers(), itertools.count(1.0)
+    state = RunState(make_plan(workers=1), "run")
+    daemon = GlobalDaemon(Coordinator(state), cast(Listener, link), watches_memory=False)
+
+    def answers(peer: bytes, *frames: bytes) -> list[tuple[bytes, object]]:
+        """Return what a peer is told that says this, a second after the last one."""
+        link.arrived.append((peer, list(frames)))
+        daemon.turn(next(seconds))
+        return link.sent.pop(peer, [])
+
+    alpha, beta = hello(host="alpha"), hello(incarnation=2, host="beta")
+    assert isinstance(answers(b"node0#1", alpha)[0][1], NodeWelcome)
+    strange = encode(NodeLeave(0, 2, "a stranger's word"))
+    assert answers(b"node0#2", beta, strange) == []  # the first may have died
+    assert isinstance(answers(b"node0#1", alpha)[0][1], NodeWelcome)
+    ((_, refused),) = answers(b"node0#2", beta)
+    assert isinstance(refused, Refused)
+    assert "node 0 is already alpha; give beta another index (--node" in refused.reason
     for _ in range(2):  # the answer may be lost
-        peer.say(encode(NodeLeave(0, 1, "done")), encode(StatusQuery(0)))
-        assert peer.hears(Left)[0] == b""
-        peer.hears(Status)
-    other.say(hello(incarnation=2, host="beta"))
-    other.hears(NodeWelcome)
-    other.link.close()
+        assert answers(b"node0#1", encode(NodeLeave(0, 1, "done"))) == [(b"", Left())]
+    assert isinstance(answers(b"node0#2", beta)[0][1], NodeWelcome)
 
 
 def test_a_node_whose_server_was_killed_is_taken_over_by_the_next_one(cluster, peer) -> None:
@@ -281,7 +304,7 @@ def test_a_closed_terminal_is_no_reason_to_stay(tmp_path) -> None:
     server.stdout.readline()
     server.stdout.close()
     server.send_signal(signal.SIGTERM)
-    assert server.wait(20) == 0
+    assert server.wait(DEADLINE_S) == 0
 
 
 def test_output_that_nobody_reads_keeps_nobody_waiting(cluster) -> None:
@@ -291,8 +314,7 @@ def test_output_that_nobody_reads_keeps_nobody_waiting(cluster) -> None:
         while True:
             os.write(writing, b"\0")
     os.set_blocking(writing, True)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        cluster.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    cluster.address = f"tcp://127.0.0.1:{free_port()}"
     server = subprocess.Popen(
         [sys.executable, "-m", "lsgd.server", "--global", "--listen", cluster.address],
         stdout=writing,
@@ -308,7 +330,7 @@ def test_output_that_nobody_reads_keeps_nobody_waiting(cluster) -> None:
         assert isinstance(cluster.ask(StopRun("enough")), Status)
         server.send_signal(signal.SIGTERM)
         server.send_signal(signal.SIGINT)
-        assert server.wait(20) == EXIT_AT_ONCE
+        assert server.wait(DEADLINE_S) == EXIT_AT_ONCE
     finally:
         server.kill()
         os.close(reading)

@@ -27,7 +27,7 @@ from lsgd.protocol.credentials import (
 from lsgd.protocol.keys import KeyRing
 from lsgd.server.relay import GREET_WITHIN_S, MAX_STRANGERS, READ_NBYTES
 
-from ..integration.running import Cluster, Process, until
+from ..integration.running import Cluster, Process, free_port, until
 
 RUN = b"4f1d2a3b4c5d"
 
@@ -235,7 +235,7 @@ def test_1000_idle_connections_keep_no_member_out_and_are_let_go(relay: Running)
 
 
 def test_killed_and_started_again_it_serves_the_same_tickets(begin: Callable[..., Running]) -> None:
-    relay = begin()
+    relay = begin(free_port())
     one, other = relay.pair()
     with one, other:
         relay.process.send(signal.SIGKILL)

@@ -28,8 +28,10 @@ from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller, new_key_pair
 from lsgd.server.daemon import GUARD_EVERY_S
 from lsgd.watch.reader import Reader, ask
 
-from ..integration.running import DEADLINE_S, Cluster, Process, until
+from ..integration.running import Cluster, Process, until
 from .helpers import greeting
+
+pytestmark = pytest.mark.usefixtures("patient")
 
 
 @pytest.fixture
@@ -248,7 +250,7 @@ def test_1000_idle_connections_leave_the_server_descriptors_to_go_on(cluster, ri
             r"connections cut: no known peer had spoken over them, and more than 128 such connections were open"
         )
         assert isinstance(answer(link, encode(StatusQuery(0))), Status)
-        assert ask(cluster.address, StatusQuery(0), keys_of(ring, "operator"), DEADLINE_S)["state"] == "waiting"
+        assert ask(cluster.address, StatusQuery(0), keys_of(ring, "operator"))["state"] == "waiting"
         assert link.trouble() == ""
     assert server.poll() is None and "Traceback" not in server.output
 

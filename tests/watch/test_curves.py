@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import signal
+from dataclasses import asdict
 
 import pytest
 from click.testing import CliRunner
@@ -10,10 +11,10 @@ from click.testing import CliRunner
 from lsgd.cli.commands import main
 from lsgd.errors import ConfigError
 from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered
-from lsgd.run_folder import CURVES
+from lsgd.run_folder import CURVES, METRICS, RESULT, claimed
 from lsgd.watch import curves
 from lsgd.watch.curves import LOGGERS, Curves, Point
-from lsgd.watch.reader import Batch
+from lsgd.watch.reader import Batch, Reader
 
 from .test_metrics import OTHER, at, progress
 from .test_view import REPORT, WHO, order
@@ -88,3 +89,19 @@ def test_a_folder_that_cannot_be_made_or_written_is_said_in_words(tmp_path, monk
     arguments = ["log", "--connect", "tcp://127.0.0.1:9", "--to", "csv", "--out", folder or str(tmp_path)]
     done = CliRunner().invoke(main, arguments)
     assert (done.exit_code, done.output) == (1, f"Error: {folder or tmp_path} cannot be written: {said}\n")
+
+
+def test_the_end_that_the_server_could_not_tell_is_in_the_folder_of_the_run_wherever_it_writes(
+    tmp_path, monkeypatch
+) -> None:
+    batches = iter([Batch(report=REPORT, connected=True)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(Reader, "read", lambda self, timeout_s: next(batches, Batch()))
+    monkeypatch.setattr(curves, "AWAY_FOR_S", 0.0)
+    run, out = tmp_path / "run", tmp_path / "out"
+    with claimed(run, 0, "tcp://127.0.0.1:9"):
+        (run / RESULT).write_text(json.dumps({"run": "r", "state": "over"}))
+        (run / METRICS).write_text(json.dumps({"run": "r", **asdict(order(1))}) + "\n")
+        done = CliRunner().invoke(main, ["log", "--run", str(run), "--to", "csv", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    assert ",8,rounds,1.0\n" in (out / CURVES).read_text()

@@ -15,6 +15,8 @@ from lsgd.protocol.messages import Moved, Place, encode
 from lsgd.protocol.sockets import Listener, Poller
 from lsgd.watch.reader import Reader
 
+from ..integration.running import DEADLINE_S
+
 SAID = "the other part has more. The run continues on node1, at tcp://10.0.0.2:47400: follow it there"
 
 
@@ -39,6 +41,7 @@ def moved() -> Iterator[str]:
     listener.close()
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -56,6 +59,7 @@ def moved() -> Iterator[str]:
 def test_each_command_says_where_the_run_continues(moved, tmp_path, monkeypatch, arguments) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr("lsgd.cli.commands.HEALTHY_WITHIN_S", DEADLINE_S)
     done = CliRunner().invoke(main, [*arguments, "--connect", moved])
     assert (done.exit_code, done.output.splitlines()[-1]) == (1, f"Error: {SAID}")
 

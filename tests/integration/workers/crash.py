@@ -33,11 +33,10 @@ parser.add_argument("--sleep", type=float, default=0.0, help="seconds in every t
 parser.add_argument("--die-in-round", type=int, default=0, help="kill -9 when this or a later one broadcasts")
 parser.add_argument("--lead", action="store_true", help="report a loss that no other worker is below")
 parser.add_argument("--stick-at", type=int, default=0, help="hold the GIL in this iteration")
-parser.add_argument("--stick", type=int, default=0, help="for so many seconds")
 parser.add_argument("--stall-at", type=int, default=0, help="wait in this iteration, with the GIL free")
 parser.add_argument("--poison-at", type=int, default=0, help="make a parameter NaN in this iteration")
 parser.add_argument("--dwell-in-round", type=int, default=0, help="wait once, when this or a later one broadcasts")
-parser.add_argument("--until", type=Path, help="stall or dwell until this file is there")
+parser.add_argument("--until", type=Path, help="stall or dwell until this file is there; stick until this pipe opens")
 parser.add_argument("--fail-from", type=int, default=0, help="this round and all later ones fail here")
 parser.add_argument("--like-nccl", action="store_true", help="a GPU of its own, and Gloo in NCCL's place")
 options = parser.parse_args()
@@ -113,7 +112,7 @@ with Worker.join(model, optimizer) as worker:
             for x, y in worker.batches(loader):
                 if worker.iterations + 1 == options.stick_at:
                     print("holds the GIL", flush=True)
-                    ctypes.PyDLL(None).sleep(options.stick)
+                    ctypes.PyDLL(None).open(os.fsencode(options.until), os.O_RDONLY)
                     print("lets the GIL go", flush=True)
                 if worker.iterations + 1 == options.stall_at:
                     print("stalls", flush=True)

@@ -30,6 +30,7 @@ parser.add_argument("--scaler", action="store_true", help="step by GradScaler")
 parser.add_argument("--closure", action="store_true", help="compute gradients in a closure of the step")
 parser.add_argument("--overflow-at", type=int, default=0, help="gradients are infinite in this turn")
 parser.add_argument("--die-at", type=int, default=0, help="kill -9 in this turn")
+parser.add_argument("--meet-at", type=int, default=0, help="wait for all workers in this turn's backward pass")
 parser.add_argument("--die-in", choices=("forward", "backward"), default="backward")
 parser.add_argument("--sleep", type=float, default=0.0, help="seconds in every turn")
 parser.add_argument("--seed", type=int, default=0, help="of the model; 0: another one each time")
@@ -61,9 +62,24 @@ def digest(tensors: list[Tensor]) -> str:
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def die(*_: object) -> None:
+def meet() -> None:
+    """Wait until all workers have come to this turn's backward pass."""
+    assert worker.run_dir is not None
+    (worker.run_dir / f"meets-{os.getpid()}").touch()
+    while len(list(worker.run_dir.glob("meets-*"))) < worker.world_size:
+        time.sleep(0.02)
+
+
+def die() -> None:
     if turn == options.die_at:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_backward(gradient: Tensor) -> None:
+    if turn == options.meet_at:
+        meet()
+    if options.die_in == "backward":
+        die()
 
 
 def gradients(worker: Worker, micro_batches: list[tuple[Tensor, ...]]) -> Tensor:
@@ -86,7 +102,7 @@ def gradients(worker: Worker, micro_batches: list[tuple[Tensor, ...]]) -> Tensor
 torch.manual_seed(options.seed or time.monotonic_ns())
 model = Model()
 # Its gradient comes last: those of the layers behind it are under way then.
-model.first.weight.register_hook(lambda gradient: die() if options.die_in == "backward" else None)
+model.first.weight.register_hook(in_backward)
 trained = [p for p in model.parameters() if p.requires_grad]
 optimizer = torch.optim.SGD(trained, lr=0.64 / options.width, momentum=0.9)
 scaler = torch.amp.GradScaler("cpu", enabled=options.scaler, init_scale=8.0)

@@ -16,6 +16,7 @@ from lsgd.client.control import joining
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--sleep", type=float, default=0.0, help="seconds in every turn")
+parser.add_argument("--behind", nargs=2, default=("", 0), help="and until this file has so many steps more, or none")
 parser.add_argument("--nap-at", type=int, default=0, help="nap in this iteration")
 parser.add_argument("--pause-at", type=int, default=0, help="pause for a nap after this iteration")
 parser.add_argument("--nap", type=float, default=0.0, help="for so many seconds")
@@ -58,6 +59,21 @@ def nap() -> None:
     naps.append((started_at, time.monotonic()))
 
 
+def ahead() -> int:
+    """Return how many steps the worker that this one is to be behind has made."""
+    path = Path(options.behind[0])
+    return len(path.read_text().split()) if path.is_file() else 0
+
+
+def rest() -> None:
+    """Sleep, and again while that worker makes steps, but not yet enough of them."""
+    first = before = ahead()
+    time.sleep(options.sleep)
+    while before < (now := ahead()) < first + int(options.behind[1]):
+        before = now
+        time.sleep(options.sleep)
+
+
 with Worker.join(model, optimizer) as worker:
     assert worker.run_dir is not None
     path = worker.run_dir / worker.name.replace("/", "-")
@@ -87,7 +103,7 @@ with Worker.join(model, optimizer) as worker:
                 if iteration == options.pause_at:
                     with worker.pause():
                         nap()
-                time.sleep(options.sleep)
+                rest()
     status = worker.status() if worker.rank == 0 else None
 
 result = {
