@@ -84,7 +84,7 @@ def measure(numel: int, train: Callable[[Plan, int, Path], None], folder: Path, 
 
 
 def read(file: Path, cases: Mapping[str, AlgorithmSettings]) -> dict[str, tuple[int, int]]:
-    """Return the bytes of each case: the least that was resident between two iterations, and the most of all.
+    """Return the bytes of each case: the least that was resident between two iterations, and the most that two reached.
 
     Of the worker that has more. The first two lines of a phase are not counted: they have what the phase before has
     left, such as the gradients in its buffers until the first backward pass.
@@ -96,7 +96,7 @@ def read(file: Path, cases: Mapping[str, AlgorithmSettings]) -> dict[str, tuple[
         for (name, settings), (noted, each) in zip(cases.items(), phases, strict=True):
             assert algorithm_of(noted, "a note").name == settings.name
             kept = min(now for _, now, _ in each[2:])
-            peak = max(peak for _, _, peak in each[2:])
+            *_, peak, _ = sorted(peak for _, _, peak in each[2:])  # a single one may be chance
             before = found.get(name, (kept, peak))
             found[name] = max(kept, before[0]), max(peak, before[1])
     return found
