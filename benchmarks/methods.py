@@ -43,7 +43,9 @@ OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     "local-8bit": lambda period: PlainLocal(period=period, compression="minmax8"),
     "local-2bit": lambda period: LocalSettings(period=period, compression="levels2"),
     "local-2bit-delay": lambda period: LocalSettings(period=period, compression="levels2", delay=period // 3, keep=1.0),
-    "local-2bit-delay-half": lambda period: LocalSettings(period=period, compression="levels2", delay=period // 3),
+    "local-2bit-delay-half": lambda period: LocalSettings(
+        period=period, compression="levels2", delay=period // 3, keep=0.5
+    ),
     "local-2bit-plain": lambda period: PlainLocal(period=period, compression="levels2"),
     "local-2bit-fragments": lambda period: LocalSettings(
         period=period, compression="levels2", fragments=4, delay=period // 8
@@ -82,6 +84,7 @@ LABELS: Mapping[str, str] = {
     "torchft-local-sgd": "torchft LocalSGD",
     "torchft-diloco": "torchft DiLoCo",
     "default": "lsgd with its defaults",
+    "default-delay": "lsgd with its defaults, delay auto",
     "local-2bit": "lsgd local, 2 bits",
     "local-2bit-delay": "lsgd local, 2 bits, delay",
     "local-8bit": "lsgd local, 8 bits",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 from lsgd.errors import ConfigError
 
 AUTO = "auto"
-"""The word for the value 0 of a setting that the servers may choose."""
+"""The word for a setting's value that leaves the choice to lsgd."""
 
 LARGEST = 10**15
 """The largest whole number in a setting: messages, JSON and floats can hold it, and sums of many."""
@@ -35,13 +35,13 @@ def setting(
     choices: Collection[str] = (),
     valid: Callable[[Any], object] | None = None,
     fixed: bool = False,
-    auto: bool = False,
+    auto: int | None = None,
 ) -> Any:
     """Declare a setting: its default, its meaning, its range (inclusive, within :data:`LARGEST`) or its choices.
 
     A ``fixed`` setting cannot be changed during a run, because the format of what is sent depends on it. ``valid``
-    raises ConfigError for a wrong value, for rules that ``choices`` cannot express. ``auto``: a whole number from 1, or
-    0, which is written :data:`AUTO` and means that the servers choose.
+    raises ConfigError for a wrong value, for rules that ``choices`` cannot express. ``auto``: a value outside the
+    range, which is written :data:`AUTO` and leaves the choice to the servers or the worker; None: there is none.
     """
     if type(default) is int:
         low, high = max(low, -LARGEST), min(high, LARGEST)
@@ -91,6 +91,15 @@ class AlgorithmSettings:
     def period_is_auto(self) -> bool:
         """Whether the servers choose the period."""
         return False
+
+    @property
+    def delay_is_auto(self) -> bool:
+        """Whether the servers choose the delay."""
+        return False
+
+    def with_delay(self, delay: int) -> Self:
+        """Return the settings with this delay; called if the servers choose it."""
+        return self
 
     def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
         """Return the settings until the next global round.
@@ -146,9 +155,9 @@ def checked(cls: type, name: str, value: Any, origin: str) -> Any:
     spec = fields(cls)[name]
     meta, kind = spec.metadata, _kind(spec)
     wanted = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}[kind]
-    if meta["auto"]:
-        if value == AUTO or (value == 0 and type(value) is int):
-            return 0
+    if meta["auto"] is not None:
+        if value == AUTO or (value == meta["auto"] and type(value) is kind):
+            return kind(meta["auto"])
         wanted += f", or {AUTO}"
     converted = _converted(kind, value)
     if converted is None:
@@ -204,7 +213,7 @@ def changed(settings: Any, changes: Mapping[str, str], others: Collection[str] =
 
 def shown(spec: dataclasses.Field[Any], value: Any) -> Any:
     """Return a setting's value as in a plan file."""
-    return AUTO if spec.metadata["auto"] and value == 0 else value
+    return AUTO if value == spec.metadata["auto"] else value
 
 
 def span(spec: dataclasses.Field[Any]) -> str:
@@ -215,7 +224,7 @@ def span(spec: dataclasses.Field[Any]) -> str:
     low, high = (f"{bound:.15g}" if abs(bound) < LARGEST else "" for bound in (meta["low"], meta["high"]))
     if not low and not high:
         return ""
-    word = f"{AUTO} | " if meta["auto"] else ""
+    word = "" if meta["auto"] is None else f"{AUTO} | "
     return word + (f"{low} … {high}" if high else f"at least {low}")
 
 

@@ -6,9 +6,10 @@ parameters (W4) on scikit-learn's digits, or another task (``--task``); lsgd's m
 Compute and bytes are real, and all processes share this machine's cores, so that what a method computes for its
 exchange costs it time too. First model, batches, optimizer and learning rate are the same for all; a seed chooses model
 and batches, and tables have medians over the seeds. ``--period`` is that of all methods that are given one. ``default``
-is a plan that says nothing: the servers choose its period. ``one-machine`` is one worker with all data, which makes
-the steps of one; ``one-machine-samples`` those of all. ``--optimizer muon`` takes ``lsgd.client.muon`` instead of the
-task's optimizer, for all methods. A file may have the results of both; table and picture show all that it has.
+is a plan that says nothing: the servers choose its period; with ``default-delay`` they choose a delay too.
+``one-machine`` is one worker with all data, which makes the steps of one; ``one-machine-samples`` those of all.
+``--optimizer muon`` takes ``lsgd.client.muon`` instead of the task's optimizer, for all methods. A file may have the
+results of both; table and picture show all that it has.
 
 The clock starts with the first step, when processes have met and have the same model. Every eight steps each worker
 copies its model, while its clock stands; the average of the workers' models is tested after the run. That average
@@ -30,7 +31,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.baselines.environments import interpreters_of
-from benchmarks.endtoend.runs import DEFAULT, Result, Settings, run
+from benchmarks.endtoend.runs import CHOSEN, Result, Settings, run
 from benchmarks.endtoend.tables import table_of
 from benchmarks.methods import ALONE, BASELINES, ONE_MACHINE, ONE_MACHINE_SAMPLES
 from benchmarks.report.about import about, argument_parser, heading
@@ -41,7 +42,7 @@ from benchmarks.workloads import TASKS, WideDigits, add_learner_options
 METHODS = (
     *(ONE_MACHINE, ONE_MACHINE_SAMPLES),
     *BASELINES,
-    *(ALONE, DEFAULT),
+    *(ALONE, *CHOSEN),
     *("leader", "leader-8bit", "leader-8bit-delay", "local-8bit", "local-2bit", "local-2bit-delay"),
     *("diloco", "sparse"),
     *("low_precision_decentralized", "bytegrad"),

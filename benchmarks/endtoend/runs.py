@@ -3,7 +3,7 @@
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +17,24 @@ from benchmarks.testbed.launch import Process, await_all, launch_all, start
 from benchmarks.workloads import Score, Task
 from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.plan.plan import DEFAULT as DEFAULT_SETTINGS
-from lsgd.plan.plan import Phase, Plan
+from lsgd.plan.plan import Phase, Plan, algorithm_of
 from lsgd.plan.run import RunSettings
-from lsgd.settings import AlgorithmSettings
+from lsgd.settings import AUTO, AlgorithmSettings
 
 MORE_STEPS = 32  # at most, of methods with a period, so that the slower worker too sees the end of those that count
 DEADLINE_S = 3600.0
 
 DEFAULT = "default"
 """The method of a plan that says nothing: its servers choose the period."""
+
+DEFAULT_DELAY = "default-delay"
+"""The method of a plan that says only ``delay = "auto"``: its servers choose the period and the delay."""
+
+CHOSEN: Mapping[str, AlgorithmSettings] = {
+    DEFAULT: DEFAULT_SETTINGS(),
+    DEFAULT_DELAY: algorithm_of({"name": DEFAULT_SETTINGS.name, "delay": AUTO}, DEFAULT_DELAY),
+}
+"""Settings of the methods whose servers choose the period."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Settings:
         """Return how many steps of a worker are recorded, a multiple of those between two tests."""
         rate_mbit = LINKS[link][0]
         most = self.steps * (self.nodes if method == ONE_MACHINE_SAMPLES else 1)
-        if rate_mbit is not None and method not in (*PERIODIC, DEFAULT):
+        if rate_mbit is not None and method not in (*PERIODIC, *CHOSEN):
             step_s = nbytes_of(method, numel, self.nodes) * 8 / (rate_mbit * 1e6)
             most = min(most, int(self.wire_s / step_s)) if step_s else most
         return max(2 * every, most // every * every)
@@ -93,9 +102,9 @@ class Result:
         return f"{self.step_s * 1e3:.1f} ms a step, at the target {reached}, final loss {self.final_loss:.4f}"
 
 
-def algorithm_of(method: str, period: int) -> AlgorithmSettings:
+def settings_of(method: str, period: int) -> AlgorithmSettings:
     """Return the settings of one of lsgd's methods."""
-    return DEFAULT_SETTINGS() if method == DEFAULT else OURS[method](period)
+    return CHOSEN[method] if method in CHOSEN else OURS[method](period)
 
 
 def nbytes_of(method: str, numel: int, nodes: int) -> float:
@@ -122,7 +131,7 @@ def run(
         folder, hosts = Path(name), testbed.hosts
         arguments = [f"--task={settings.task}", f"--width={settings.width}", f"--steps={steps}", f"--seed={seed}"]
         arguments += learner
-        if method in OURS or method == DEFAULT:
+        if method in OURS or method in CHOSEN:
             processes = start_ours(testbed, method, steps, settings, folder, arguments)
         elif method in (ONE_MACHINE, ONE_MACHINE_SAMPLES):
             hosts = testbed.hosts[:1]
@@ -137,11 +146,11 @@ def run(
 def start_ours(
     testbed: Testbed, method: str, steps: int, settings: Settings, folder: Path, arguments: Sequence[str]
 ) -> list[Process]:
-    """Start the launchers of one of lsgd's methods, whose plan differs from the defaults in the period only."""
-    more = min(MORE_STEPS, steps // 4) if method in (*PERIODIC, DEFAULT) else 1
+    """Start the launchers of one of lsgd's methods, whose plans differ from the defaults in the algorithm only."""
+    more = min(MORE_STEPS, steps // 4) if method in (*PERIODIC, *CHOSEN) else 1
     limits = RunSettings(workers=settings.nodes, iterations=settings.nodes * (steps + more))
     command = [sys.executable, "-m", "benchmarks.endtoend.worker", *arguments]
-    plan = Plan(limits, (Phase(algorithm_of(method, settings.period)),))
+    plan = Plan(limits, (Phase(settings_of(method, settings.period)),))
     return launch_all(testbed.hosts, plan, folder, lambda host: command)
 
 

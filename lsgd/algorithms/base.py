@@ -70,6 +70,9 @@ class Algorithm:
     finite: Tensor | None = None
     """Whether the model that enters a round is finite in all processes of this member; None: nobody has looked."""
 
+    muon: bool = False
+    """Whether this member's optimizer is Muon."""
+
     counts: bool = True
     """Whether this member's model counts in the consensus at the end of the run."""
 
@@ -154,6 +157,11 @@ class Algorithm:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned for the same model and settings."""
+
+
+def is_muon(optimizers: Iterable[torch.optim.Optimizer]) -> bool:
+    """Return whether one of a worker's optimizers is Muon, by the name of its class: there are several."""
+    return any("muon" in type(optimizer).__name__.lower() for optimizer in optimizers)
 
 
 def clones(tensors: Flat) -> list[Tensor]:

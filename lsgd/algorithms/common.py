@@ -18,7 +18,10 @@ HALF, LONGEST_HALF = 0.6, 256
 """The period that halves this gain: so many times the root of a worker's steps in the run, and at most so many."""
 
 STALE = 1.5
-"""A step of delay costs in learning what so many steps more between exchanges do."""
+"""A step of delay costs in learning with Muon what so many steps more between exchanges do."""
+
+LONGEST_DELAY = 0.5
+"""The longest delay that servers choose, in periods; longer ones were not measured."""
 
 BESIDE = 0.3
 """Share of its time that a transfer beside training still costs, in processor time and memory bandwidth."""
@@ -29,7 +32,7 @@ LONGEST_PERIOD, SMALLEST_RATE = 1 << 20, 1e-30
 
 def period(between: str = "exchanges", default: int = 64) -> Any:
     """Declare a period; with ``auto``, which is 0, the server chooses it."""
-    return setting(default, f"iterations of a worker, on average, between {between}", low=1, high=1 << 30, auto=True)
+    return setting(default, f"iterations of a worker, on average, between {between}", low=1, high=1 << 30, auto=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,10 +127,21 @@ def half_period(steps: float) -> float:
     return max(1.0, min(HALF * math.sqrt(steps), LONGEST_HALF))
 
 
-def best_period(exchange: Exchange, workers: int, steps: float = math.inf, *, delay: int = 0) -> int:
-    """Return the period of the least :func:`period_cost`: above the delay, and at most twice what halves the gain."""
-    periods = range(delay + 1, max(int(2 * half_period(steps)), delay + 1) + 1)
-    return min(periods, key=lambda period: period_cost(period, exchange, workers, steps, delay=delay))
+def best(
+    exchange: Exchange, workers: int, steps: float = math.inf, *, period: int | None = None, delay: int | None = 0
+) -> tuple[int, int]:
+    """Return the period and the delay of the least :func:`period_cost`, or the best ones beside a given one.
+
+    A period that is chosen is above the delay, and at most twice what halves the gain. A delay that is chosen is none,
+    or hides the whole transfer, or is as long as :data:`LONGEST_DELAY` allows: a period's cost has no minimum between
+    these, since its first factor falls by the same amount with each step of delay, and its second one is concave.
+    """
+    longest = max(int(2 * half_period(steps)), (delay or 0) + 1)
+    periods = range((delay or 0) + 1, longest + 1) if period is None else [period]
+    hides = math.ceil(exchange.transfer)
+    delays = [0, hides] if delay is None else [delay]
+    pairs = [(p, d if delay is not None else min(d, int(LONGEST_DELAY * p))) for p in periods for d in delays]
+    return min(pairs, key=lambda pair: period_cost(pair[0], exchange, workers, steps, delay=pair[1]))
 
 
 def hierarchical() -> Any:
@@ -161,9 +175,10 @@ def block() -> Any:
     return setting(OWN_BLOCK, meaning, low=OWN_BLOCK, high=1 << 30, fixed=True)
 
 
-def delay(what: str) -> Any:
-    """Declare how long after a round its result is applied."""
-    return setting(0, f"{what} this many iterations after its round, to hide the transfer", low=0, fixed=True)
+def delay(what: str, auto: int | None = None) -> Any:
+    """Declare how long after a round its result is applied; ``auto`` stands for a delay that the server chooses."""
+    meaning = f"{what} this many iterations after its round, to hide the transfer"
+    return setting(0, meaning, low=0, fixed=auto is None, auto=auto)
 
 
 def rounding(default: str) -> Any:

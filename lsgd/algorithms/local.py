@@ -31,6 +31,12 @@ log = logging.getLogger(__name__)
 PIECE_NUMEL = 1 << 19
 """Elements of a change that are measured at a time."""
 
+CHOSEN = -1
+"""The delay ``auto``, which the servers choose, and ``keep = "auto"``, which each worker does."""
+
+KEPT = 0.5
+"""Share of a worker's steps since the round that it keeps if its optimizer is not Muon (convergence.md, A delay)."""
+
 
 def rescale(*, default: bool) -> Any:
     """Declare whether the mean change is scaled to the length of the workers' own."""
@@ -61,9 +67,13 @@ class LocalSettings(Periodic):
     fragments: int = setting(
         1, "parts of the model, exchanged in turn: one per round, each once per period", low=1, high=1 << 16, fixed=True
     )
-    delay: int = delay("apply the outer step's result")
+    delay: int = delay("apply the outer step's result", auto=CHOSEN)
     keep: float = setting(
-        0.5, "with delay: share of its steps since the round that a worker keeps; 1 with Muon", low=0, high=1
+        float(CHOSEN),
+        "with delay: share of its steps since the round that a worker keeps; auto: 1 with Muon, else 0.5",
+        low=0,
+        high=1,
+        auto=CHOSEN,
     )
     drop_outliers: bool = setting(
         True, "leave out members whose changes do not fit to the others', from three members on"
@@ -78,7 +88,7 @@ class LocalSettings(Periodic):
                 f"period = {self.period} is not a multiple of fragments = {self.fragments}, of which one is exchanged "
                 f"every period / fragments iterations; set fragments to a divisor of period"
             )
-        if self.delay >= self.period // self.fragments and self.delay:
+        if 0 < self.delay >= self.period // self.fragments:
             raise ConfigError(
                 f"delay = {self.delay} is not less than the {self.period // self.fragments} iterations between "
                 f"rounds: the next round would come first; set delay to at most {self.period // self.fragments - 1}"
@@ -87,11 +97,20 @@ class LocalSettings(Periodic):
     def schedule(self) -> Schedule:
         """Exchange a fragment every ``period / fragments`` steps."""
         interval = (self.period or self._least_period) // self.fragments
-        return Schedule(interval, interval, delay=self.delay)
+        return Schedule(interval, interval, delay=max(self.delay, 0))
+
+    @property
+    def delay_is_auto(self) -> bool:
+        """Whether the servers choose the delay."""
+        return self.delay < 0
+
+    def with_delay(self, delay: int) -> Self:
+        """Return the settings with this delay."""
+        return dataclasses.replace(self, delay=delay)
 
     @property
     def _least_period(self) -> int:
-        return self.fragments * (self.delay + 1)
+        return self.fragments * (max(self.delay, 0) + 1)
 
     def with_period(self, period: int) -> Self:
         """Return the settings with this period, rounded up to a multiple of ``fragments`` with room for ``delay``."""
@@ -260,7 +279,8 @@ class LocalSGD(Delayed):
         for x, c in models:
             change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
             changes.append(zero_unless(finite, _subtracted(x, c, change)) if counts else change.zero_())
-        if self.settings.delay:  # training changes them before the result is there
+        delay = self.settings.schedule().delay  # that of this round: servers may choose another one for the next
+        if delay:  # training changes them before the result is there
             models = [(x.to(c.dtype, copy=True), c) for x, c in models]
         means = [in_memory(change) for change in changes]
         measured: list[float | Tensor] = [0.0 for _ in range(SUMS * group.size)]
@@ -284,8 +304,8 @@ class LocalSGD(Delayed):
                 group.all_gather(gathered, sums).wait()
                 measured[:] = gathered
 
-        land = partial(self._land_mean, group, order, models, means, measured, finite)
-        return self._begin(transfer, land, parameters, self.settings.delay)
+        land = partial(self._land_mean, group, order, models, means, measured, None if delay else finite)
+        return self._begin(transfer, land, parameters, delay)
 
     def _judges(self, group: Group) -> bool:
         """Whether members judge each other's changes."""
@@ -358,15 +378,16 @@ class LocalSGD(Delayed):
         models: Sequence[tuple[Tensor, ...]],
         means: Sequence[Mean],
         measured: Sequence[float | Tensor],
-        finite: Tensor,
+        finite: Tensor | None,
         parameters: Flat,
     ) -> Commit:
         """Return the commit of a round whose mean change has arrived.
 
-        ``finite`` says whether the model was so in the round; with a delay it has trained since. The sums over a
-        worker's processes have the length that is usual once for each of them: the 1.0 counts ``parts``.
+        ``finite`` says whether the model was so in the round; None: it has trained since, with a delay. The sums over
+        a worker's processes have the length that is usual once for each of them: the 1.0 counts ``parts``.
         """
-        if self.settings.delay:
+        trained = finite is None
+        if finite is None:
             finite = finiteness(parameters)
 
         def change(broken: float, spoilt: float, parts: float, *measured: float) -> None:
@@ -384,23 +405,24 @@ class LocalSGD(Delayed):
             elif not found:
                 self._outer_step(fragment, means, scale)
             if spoilt or broken or not found:
-                self._take_common(fragment, parameters, models, whole=bool(broken))
+                self._take_common(fragment, parameters, models, whole=bool(broken), trained=trained)
 
         return Commit(change, (~finite, ~_is_finite(means, measured), 1.0, *measured))
 
     def _take_common(
-        self, fragment: int, parameters: Flat, models: Sequence[tuple[Tensor, ...]], *, whole: bool
+        self, fragment: int, parameters: Flat, models: Sequence[tuple[Tensor, ...]], *, whole: bool, trained: bool
     ) -> None:
         """Replace the model by the common one: the fragment, or the ``whole`` model if it is not finite.
 
-        ``models`` are those of the round; with a delay the model has trained since.
+        ``models`` are those of the round; the model may have ``trained`` since, and then keeps a share of that.
         """
         if whole:
             copy_all(parameters, self.common)
             return
+        keep = self.settings.keep if self.settings.keep >= 0 else 1.0 if self.muon else KEPT
         for (x,), (exchanged, c) in zip(self._parts(fragment, parameters), models, strict=True):
-            if self.settings.delay:
-                x.copy_(torch.sub(x, exchanged, out=exchanged).mul_(self.settings.keep).add_(c))
+            if trained:
+                x.copy_(torch.sub(x, exchanged, out=exchanged).mul_(keep).add_(c))
             else:
                 x.copy_(c)
 
@@ -461,7 +483,7 @@ class LocalSGD(Delayed):
     @property
     def can_be_followed(self) -> bool:
         """Whether results are applied in their rounds."""
-        return not self.settings.delay
+        return not self.settings.schedule().delay
 
     def state_dict(self) -> dict[str, Any]:
         """Return the common model, the outer step's velocity, what rounding lost, and how long changes usually are."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lsgd.algorithms.base import is_muon
 from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model, save_to_store
@@ -146,7 +147,8 @@ class Worker:
                     checkpoint_dir = identity.run_dir / CHECKPOINTS
                 checkpoints = Checkpoints(model, optimizers, extra or {}, checkpoint_dir, identity.resume, island)
                 checkpoints.restarted = identity.restarted
-                membership = join_run(model, found, timeout_s, checkpoints.load, island, step)
+                muon = is_muon(optimizers)
+                membership = join_run(model, found, timeout_s, checkpoints.load, island, step, muon=muon)
             checkpoints.start(membership.welcome.run)
             flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
             replica = Replica(membership, flat, model, optimizers, checkpoints, ddp)

@@ -102,11 +102,12 @@ class SettingsChanged:
 
 @dataclass(frozen=True, slots=True)
 class PeriodChosen:
-    """The period from now on, or another reason for the same one."""
+    """The period and the delay from now on, or another reason for the same ones."""
 
     period: int
     code: str
     reason: str
+    delay: int = 0
 
 
 @dataclass(frozen=True, slots=True)

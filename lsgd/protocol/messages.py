@@ -15,7 +15,7 @@ from typing import NamedTuple, Self, get_args
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
 
-PROTOCOL = 9
+PROTOCOL = 10
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
@@ -92,6 +92,7 @@ class Join:
         resumed: iterations of the run at the checkpoint that it resumes from; 0: it has none.
         resumed_run: run that wrote this checkpoint; empty if it has none.
         step: place in its script's own loop, where that has resumed by itself.
+        muon: whether its optimizer is Muon.
     """
 
     protocol: int
@@ -107,6 +108,7 @@ class Join:
     resumed: int = 0
     resumed_run: str = ""
     step: int = 0
+    muon: bool = False
 
     @property
     def origin(self) -> Origin:

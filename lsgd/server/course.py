@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from lsgd.algorithms.common import Exchange, best_period, period_cost
+from lsgd.algorithms.common import LONGEST_DELAY, Exchange, best, period_cost
 from lsgd.plan.plan import Phase, table_of
 from lsgd.server.reasons import Reason, Why
 from lsgd.settings import AlgorithmSettings
@@ -19,13 +19,13 @@ SAMPLES = 5
 """How many of the last times the median is taken of, so that two outliers change nothing."""
 
 WORTH = 1.02
-"""A period stays while its cost is at most this times that of the best one."""
+"""A period and its delay stay while their cost is at most this times that of the best ones."""
 
 SHORTEST_STEP_S = 1e-6
 
 
 class Pace:
-    """Times a run as its server sees it, and chooses the period from that.
+    """Times a run as its server sees it, and chooses the period and the delay from that.
 
     A round lasts from its order until all members have completed it. The time from there until all ask for the next
     global round, divided by the iterations of a member, is a step. So waiting for slower members counts as training.
@@ -35,7 +35,7 @@ class Pace:
         rounds_s: durations of the last rounds, without what training hides of them, or can hide.
         steps_s: durations of the last steps.
         transfers_s: durations of what it hides, or can hide.
-        delay: iterations from a round until its result is applied.
+        delay: iterations from a round until its result is applied, chosen or planned.
     """
 
     def __init__(
@@ -78,22 +78,26 @@ class Pace:
         """Discard the times since the last round: its generation is over."""
         self._since = None
 
-    def choose(self, workers: int, steps: float) -> Reason:
-        """Choose the period that costs least, unless the present one is about as good; return the reason.
+    def choose(self, workers: int, steps: float, period: int | None, delay: int | None) -> Reason:
+        """Choose the period and the delay that cost least, unless the present ones are about as good; say why.
 
-        ``steps``: of a member in the whole run; infinite if it has no end. One round is enough, since on a slow link
+        ``steps``: of a member in the whole run; infinite if it has no end. ``period`` and ``delay``: those that hold,
+        if they are not to be chosen; None otherwise. One round is enough, since on a slow link
         each further one would cost many steps. Of an even number of times, that in the middle counts with which the
         period is shorter: too short a period is noticed sooner.
         """
+        self.period, self.delay = period or self.period, self.delay if delay is None else delay
+        if period is not None and delay is not None:
+            return Why.PLANNED()
         if not (self._rounds_s and self._steps_s) or (self.delay and not self._transfers_s):
             return Why.UNMEASURED()
         step_s = max(SHORTEST_STEP_S, statistics.median_high(self._steps_s))
         round_s, transfer_s = statistics.median_low(self._rounds_s), statistics.median_low(self._transfers_s or [0.0])
         exchange = Exchange(round_s / step_s, transfer_s / step_s)
-        best = best_period(exchange, workers, steps, delay=self.delay)
-        cost = partial(period_cost, exchange=exchange, workers=workers, steps=steps, delay=self.delay)
-        if cost(self.period) > WORTH * cost(best):
-            self.period = best
+        cost = partial(period_cost, exchange=exchange, workers=workers, steps=steps)
+        chosen = best(exchange, workers, steps, period=period, delay=delay)
+        if cost(self.period, delay=self.delay) > WORTH * cost(chosen[0], delay=chosen[1]):
+            self.period, self.delay = chosen
         return Why.MEASURED(round_s=round_s + transfer_s, step_s=step_s)
 
     def to_json(self) -> dict[str, Any]:
@@ -108,9 +112,9 @@ class Stretch:
 
     Args:
         number: index of its phase, from 0.
-        planned: algorithm as the plan has it; its period may be ``auto``.
+        planned: algorithm as the plan has it; its period and its delay may be ``auto``.
         algorithm: with the settings of this stretch.
-        why: reason for the period.
+        why: reason for the period and the delay.
     """
 
     number: int
@@ -127,8 +131,8 @@ class Course:
         ends: counts of the run at which the phases end.
         number: index of the current phase, from 0.
         algorithm: as of the last global round.
-        next_algorithm: as planned from the next global round on; its period may be ``auto``.
-        why: reason for the period.
+        next_algorithm: as planned from the next global round on; its period and its delay may be ``auto``.
+        why: reason for the period and the delay.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
@@ -143,13 +147,22 @@ class Course:
         self.schedule, self.pace, self.why = stretch.algorithm.schedule(), stretch.pace, stretch.why
 
     def following(
-        self, now: float, count: int, given: int, members: int, steps: float, progress: float | None, rate: float | None
+        self,
+        now: float,
+        count: int,
+        given: int,
+        members: int,
+        steps: float,
+        progress: float | None,
+        rate: float | None,
+        *,
+        bears_delay: bool,
     ) -> Stretch:
         """Return the stretch that would begin with a global round of ``members`` now.
 
         A phase in lockstep ends when too few iterations are left for one of each member. ``given``: iterations of the
         run, granted ones included; ``steps``: of a member in the whole run; ``progress``: None if it has no end;
-        ``rate``: of its members, if it has fallen.
+        ``rate``: of its members, if it has fallen; ``bears_delay``: whether a delay may be chosen.
         """
         number, planned, pace = self.number, self.next_algorithm, self.pace.at(now, count)
         while self.ends[number] - given < (members if planned.schedule().lockstep else 1):
@@ -158,17 +171,18 @@ class Course:
         if number != self.number:
             pace = Pace(delay=planned.schedule().delay)  # another algorithm sends other bytes
         progress = progress if len(self.phases) == 1 else None  # only then the period follows it
-        period, why = None, Why.PLANNED()
-        if planned.period_is_auto:
-            why = pace.choose(members, steps)
-            period = pace.period
-        else:
-            pace.period = planned.schedule().period
+        schedule = planned.schedule()
+        delay = None if planned.delay_is_auto and bears_delay else schedule.delay
+        why = pace.choose(members, steps, None if planned.period_is_auto else schedule.period, delay)
+        period = pace.period if planned.period_is_auto else None
         algorithm = planned.at(progress, period, rate)
         if rate is not None and planned.at(None, period, rate) != planned.at(None, period):
             why = Why.RATE(rate=rate)
         if progress is not None and algorithm != planned.at(None, period, rate):
             why = Why.WARM() if progress < 0.5 else Why.CLOSING()
+        if planned.delay_is_auto:
+            algorithm = algorithm.with_delay(min(pace.delay, int(LONGEST_DELAY * algorithm.schedule().period)))
+        pace.delay = algorithm.schedule().delay
         return Stretch(number, planned, algorithm, pace, why)
 
     def rewind(self, count: int) -> bool:

@@ -125,7 +125,10 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
     count = state.ledger.count
     progress = state.progress(state.now) if state.has_end else None
     steps = state.steps(len(members))
-    stretch = state.course.following(state.now, count, given, len(members), steps, progress, _rate_of(members))
+    now, rate = state.now, _rate_of(members)
+    # With Muon a delay costs little. A newcomer that downloads can follow rounds without one only.
+    bears_delay = all(m.join.muon and m.synced and not m.lacking for m in members)
+    stretch = state.course.following(now, count, given, len(members), steps, progress, rate, bears_delay=bears_delay)
     schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
         if callers := [m for m in members if m.call]:

@@ -179,7 +179,7 @@ class Why(enum.Enum):
     EVICTED_LINK = "{who} evicted for {wait_s:g} s, the others continue: {reason}; {check}"
     RELAYED = "{pairs} cannot reach each other, and exchange through the relay{more}"
     PHASE = "phase {number}: {algorithm}, from iteration {count} on"
-    PERIOD = "period {period}: {reason}"
+    PERIOD = "period {period}{delay}: {reason}"
     GENERATION = "generation {number}: {workers} on {nodes}, over {transport}{why}"
     RESUMED = "resumes after {count} iterations, from checkpoints of {holders}{takers}"
     NO_HOLDER = "nobody who has completed the last global round is left"

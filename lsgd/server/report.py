@@ -52,6 +52,7 @@ def summary(state: RunState, now: float) -> dict[str, Any]:
         "code": reason.code,
         "algorithm": state.course.algorithm.name,
         "period": state.course.schedule.period,
+        "delay": state.course.schedule.delay,
         "period_reason": state.course.why,
         "count": state.ledger.count,
         "iterations": state.expected,

@@ -124,18 +124,19 @@ def _train(state: RunState, step: next_step.Train) -> None:
 
 def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] = ()) -> None:
     """Begin a stretch of the plan, and dismiss members that leave before it."""
-    course, before = state.course, (state.course.schedule.period, state.course.why)
+    course, before = state.course, (state.course.schedule, state.course.why)
     if stretch.number != course.number:
         _begin_phase(state, stretch.number, stretch.algorithm.name)
     course.begin(stretch)
     for member in leaving:
         member.leaving = Why.GOES_ON()
         answers.dismiss(state, member)
-    period = course.schedule.period
-    if (period, course.why) != before:
-        state.happened(PeriodChosen(period, course.why.code, str(course.why)))
-    if period != before[0]:
-        state.note(Why.PERIOD(period=period, reason=course.why))
+    period, delay = course.schedule.period, course.schedule.delay
+    same = (period, delay) == (before[0].period, before[0].delay)
+    if not same or course.why != before[1]:
+        state.happened(PeriodChosen(period, course.why.code, str(course.why), delay))
+    if not same:
+        state.note(Why.PERIOD(period=period, delay=f" with a delay of {delay}" if delay else "", reason=course.why))
 
 
 def _begin_phase(state: RunState, number: int, algorithm: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lsgd.algorithms.base import Commit
+from lsgd.algorithms.base import Commit, is_muon
 from lsgd.collectives.group import Group, Transfer
 from lsgd.collectives.topology import first_ranks, node_ranks
 from lsgd.election import standing, usual_loss
@@ -200,7 +200,7 @@ class SimulatedWorker:
         flat: the model's flat parameters, if ``parameters`` are its buffers.
 
     Raises:
-        ConfigError: the period is ``auto``, the election needs a probe, or the speed does not fit the periods.
+        ConfigError: the period or the delay is ``auto``, the election needs a probe, or the speed does not fit the periods.
     """
 
     def __init__(
@@ -218,14 +218,15 @@ class SimulatedWorker:
         speed: float = 1.0,
         flat: FlatParameters | None = None,
     ) -> None:
-        if settings.period_is_auto:
-            raise ConfigError("simulated workers have no network to measure; set a period")
+        if settings.period_is_auto or settings.delay_is_auto:
+            raise ConfigError("simulated workers have no network to measure; set a period and a delay")
         self.group = group
         self._flat = flat
         self.parameters = parameters
         self.gradients = gradients
         self.optimizer = optimizer
         self.algorithm = settings.create(parameters, run)
+        self.algorithm.muon = is_muon([optimizer])
         self.steps = 0
         self._fallen = Fallen()
         self._planned, self._steps_in_all, self._speed = settings, steps, speed

@@ -78,6 +78,7 @@ def _run(view: RunView) -> Iterator["Metric"]:
     yield _gauge("run_remaining_seconds", "Time that is left at the present pace.", view.left_s)
     yield _gauge("run_iterations_limit", "Iterations that the run ends after; 0: there is no limit.", view.iterations)
     yield _gauge("run_period_iterations", "Iterations of a worker between two global rounds.", view.period)
+    yield _gauge("run_delay_iterations", "Iterations from a round until its result is applied.", view.delay)
     yield _gauge("run_generation", "Number of the generation.", view.generation)
     yield _gauge("run_nodes", "Nodes in the generation.", view.nodes)
     yield _gauge("run_loss", "Mean of the workers' losses at the last global round.", view.loss)

@@ -62,7 +62,7 @@ def view(run: RunView) -> Group:
         f"{run.count}{limit} iterations in {duration(run.seconds)} ({rate:.1f} a second){left}\n"
         f"run {run.run}, {run.algorithm}: {run.rounds_global} global and {run.rounds_local} local rounds, "
         f"generation {run.generation}{part}\n"
-        f"period {run.period}: {run.period_reason}"
+        f"period {run.period}{f' with a delay of {run.delay}' if run.delay else ''}: {run.period_reason}"
     )
     workers = run.workers.values()
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")

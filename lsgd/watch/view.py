@@ -34,7 +34,7 @@ MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS = 512, 2048, 1000, 100
 RATE_OVER_S = 30.0
 
 SHARED = (
-    *("run", "state", "code", "reason", "algorithm", "period", "period_reason", "count", "iterations"),
+    *("run", "state", "code", "reason", "algorithm", "period", "delay", "period_reason", "count", "iterations"),
     *("loss", "seconds", "rounds_local", "rounds_global", "generation", "nodes"),
 )
 """Names that a report and a view share."""
@@ -171,7 +171,8 @@ class RunView:
         run: identity of the run; empty before the first report.
         state: ``waiting``, ``running``, ``stopping`` or ``over``; empty before the first report.
         code, reason: reason for its waiting or its end, as a code and as text.
-        period: iterations of a worker between global rounds; ``period_reason``: why this period.
+        period: iterations of a worker between global rounds; ``period_reason``: why this period and delay.
+        delay: iterations from a round until its result is applied.
         count: completed iterations; ``iterations``: the limit, 0 without one; ``share``: the run's progress, 0 to 1.
         seconds: time since the first round.
         participation: mean share of the run's workers that were members of the last global rounds; None: unknown.
@@ -186,7 +187,7 @@ class RunView:
 
     def __init__(self, report: Mapping[str, Any] | None = None) -> None:
         self.run = self.state = self.code = self.reason = self.algorithm = self.period_reason = ""
-        self.count = self.iterations = self.period = self.lost = 0
+        self.count = self.iterations = self.period = self.delay = self.lost = 0
         self.rounds_local = self.rounds_global = self.generation = self.nodes = 0
         self.share = self.seconds = self.time = 0.0
         self.loss: float | None = None
@@ -364,8 +365,8 @@ class RunView:
                 ranks = {name: rank for rank, name in enumerate(generation.members)}
                 for name, worker in self.workers.items():
                     worker.rank = ranks.get(name, -1)
-            case PeriodChosen(period, _, reason):
-                self.period, self.period_reason = period, reason
+            case PeriodChosen(period, _, reason, delay):
+                self.period, self.period_reason, self.delay = period, reason, delay
             case PhaseBegan(_, algorithm):
                 self.algorithm = algorithm
             case RunChanged(state, code, reason):

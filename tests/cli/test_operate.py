@@ -161,9 +161,10 @@ def test_the_table_of_members():
     assert lines[3] == "period 24: a round takes 1.2 s, a step 0.05 s"
     assert lines[5].split() == ["node0/worker0", "0", "live", "12", "0.1235", "3", "0.0", "s"]
     assert lines[6].split() == ["node0/worker1", "-", "left", "12", "-", "3", "0.0", "s"]
-    console.print(terminal.view(RunView(status | {"algorithm": "local"})))  # which has no leaders
+    console.print(terminal.view(RunView(status | {"algorithm": "local", "delay": 6})))  # which has no leaders
     lines = console.file.getvalue().splitlines()
     assert lines[-2].split() == ["node0/worker0", "0", "live", "12", "0.1235", "0.0", "s"]
+    assert "period 24 with a delay of 6: a round takes 1.2 s, a step 0.05 s" in lines
     console.print(terminal.view(RunView(status | {"count": 20_024})))  # resumed
     assert "20024 iterations in 2.0s (12.0 a second)" in console.file.getvalue()
     still = RunView(status)

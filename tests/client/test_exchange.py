@@ -710,6 +710,30 @@ def test_what_has_been_exchanged_lands_before_members_change(switchboard, settin
     assert same(*[r.algorithm.shared_state() for r in members.replicas])
 
 
+def test_the_servers_change_the_delay_from_round_to_round(switchboard) -> None:
+    settings = LocalSettings(period=4, compression="none", rescale=False, keep=1.0)
+    members = Members(switchboard, 2, settings=settings)
+
+    def round(id: int, delay: int, **changes: object) -> None:
+        text = json.dumps(table_of(settings.with_delay(delay)))
+        assert members.run(members.round(id, algorithm=text, **changes)) == [None] * 2
+
+    def step() -> None:
+        assert together(lambda rank: members.rounds[rank].after_step(), range(2)) == [None] * 2
+
+    round(1, 0, new=(1,))
+    seen = []
+    for id, delay in ((2, 0), (3, 2), (4, 0), (5, 1), (6, 2)):
+        train(members, 2.0, ranks=(0,))
+        round(id, delay)
+        seen.append(members.values("linear.weight"))
+        for _ in range(2):
+            step()
+        seen.append(members.values("linear.weight"))
+    assert seen == [[x, y] for x, y in ((2, 2), (2, 2), (4, 2), (3, 3), (4, 4), (4, 4), (6, 4), (5, 5), (7, 5), (6, 6))]
+    assert same(*[r.algorithm.shared_state() for r in members.replicas])
+
+
 def test_who_leaves_waits_for_what_is_being_exchanged(switchboard) -> None:
     settings = LocalSettings(period=4, delay=2, compression="none", rescale=False, keep=1.0)
     members = Members(switchboard, 2, settings=settings)

@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import lsgd.client
 from lsgd.algorithms.local import LocalSettings
+from lsgd.client import Worker
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError
@@ -99,6 +100,20 @@ def mlp() -> nn.Sequential:
 
 
 GATES = {f"lstm.weight_{kind}_l{layer}" for kind in ("ih", "hh") for layer in range(2)}
+
+
+@pytest.mark.parametrize("kind", ["muon", "a list", "adamw"])
+def test_the_servers_hear_whether_a_worker_trains_with_muon(monkeypatch, tmp_path, kind: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LSGD_ITERATIONS", "1")
+    model = mlp()
+    optimizers = {
+        "muon": lambda: lsgd.client.muon(model),
+        "a list": lambda: [torch.optim.Muon([model[0].weight]), torch.optim.AdamW(model[2].parameters())],
+        "adamw": lambda: torch.optim.AdamW(model.parameters()),
+    }
+    with Worker.join(model, optimizers[kind]()) as worker:
+        assert worker._membership.join.muon == (kind != "adamw") == worker._steps.rounds._replica.algorithm.muon
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,35 @@ def test_fragments_and_delay(fragments, delay, keep, rescale):
     assert relative_error(torch.cat(workers[0].algorithm.common).numpy(), common) < 1e-5
 
 
+@pytest.mark.parametrize(("muon", "keep", "kept"), [(True, -1.0, 1.0), (False, -1.0, 0.5), (True, 0.25, 0.25)])
+def test_each_round_has_the_delay_of_its_settings_and_keeps_what_fits_the_optimizer(muon, keep, kept):
+    """A transfer ends as it began, whatever the settings are by then."""
+    plain = {"period": PERIOD, "rescale": False, "compression": "none", "keep": keep}
+
+    def member(group):
+        model = [torch.zeros(4)]
+        algorithm = LocalSettings(**plain).create(model, "run")
+        algorithm.muon = muon
+        algorithm.reset(model, group, make_round([1, 1]))
+        seen = []
+        for id, delay in enumerate((1, 0, 1, -1), 1):
+            algorithm.settings = LocalSettings(**plain, delay=delay)
+            model[0] += 2.0 * group.rank  # the mean is half of that
+            land(algorithm.before_forward(model, group, make_round([1, 1], id=id)))
+            assert algorithm.can_be_followed == (delay < 1)
+            algorithm.settings = LocalSettings(**plain, delay=0 if delay == 1 else 1)
+            model[0] += 8.0  # a step
+            land(algorithm.after_step(model))
+            seen.append((float(algorithm.common[0][0]), float(model[0][0])))
+        return seen
+
+    first = (1.0, 1.0 + 8 * kept)
+    second = (first[1] + 1, first[1] + 9)
+    third = (second[1] + 1, second[1] + 1 + 8 * kept)
+    fourth = (third[1] + 1, third[1] + 9)
+    assert simulate([1, 1], member) == [[first, second, third, fourth]] * 2
+
+
 PLAIN = {"period": PERIOD, "rescale": False}
 CODECS = {
     "two rounds of 2 bits": LocalSettings(**PLAIN, compression="levels2:block=8"),
@@ -300,6 +329,7 @@ def test_a_failed_exchange_keeps_the_residuals():
     [
         ({"period": 10, "fragments": 4}, "period = 10 is not a multiple of fragments = 4"),
         ({"period": 8, "fragments": 4, "delay": 2}, "set delay to at most 1"),
+        ({"period": 1, "delay": 1}, "set delay to at most 0"),
     ],
 )
 def test_settings_that_do_not_fit(options, words):

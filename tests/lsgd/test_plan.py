@@ -256,6 +256,18 @@ def test_auto_is_a_period_wherever_a_plan_is_written(tmp_path: Path, name: str) 
     assert 'period = "auto"' in path.read_text() and read(path, {}, {}).plan == plan
 
 
+def test_auto_is_a_delay_and_a_share_to_keep(tmp_path: Path) -> None:
+    path = tmp_path / "plan.toml"
+    path.write_text('[algorithm]\nname = "local"\ndelay = "auto"')
+    plan = read(path, {}, {}).plan
+    assert plan == read(None, {}, {"delay": "auto"}).plan == read(None, {"LSGD_DELAY": "auto"}, {}).plan
+    assert plan.algorithm.delay_is_auto and plan.algorithm.schedule().delay == 0
+    path.write_text(plan.to_toml())
+    assert {'delay = "auto"', 'keep = "auto"'} <= {*path.read_text().splitlines()} and read(path, {}, {}).plan == plan
+    with pytest.raises(ConfigError, match="delay = '-1' is not at least 0"):
+        read(None, {}, {"algorithm": "leader", "delay": "-1"})
+
+
 def test_settings_that_do_not_go_together() -> None:
     with pytest.raises(ConfigError, match="period = 64 is not a multiple of local_period = 48"):
         read(None, {}, {"algorithm": "leader", "period": 64, "local_period": 48})

@@ -24,7 +24,8 @@ class Sample:
     share: float = setting(0.5, "a share", low=0, high=1)
     any_number: float = setting(0.0, "any number")
     at_least: int = setting(3, "no upper end", low=3)
-    often: int = setting(4, "one that the servers may choose", low=1, high=10, auto=True)
+    often: int = setting(4, "one that the servers may choose", low=1, high=10, auto=0)
+    part: float = setting(-1.0, "a share that the worker may choose", low=0, high=1, auto=-1)
     flag: bool = setting(False, "a flag")
     kind: str = setting("average", "a choice", choices=("average", "keep"))
     text: str = setting("", "free text")
@@ -90,6 +91,9 @@ def test_a_codec_is_named_with_its_parameters() -> None:
         ("count", 10, 10),
         ("often", "auto", 0),
         ("often", 0, 0),
+        ("part", "auto", -1.0),
+        ("part", -1.0, -1.0),
+        ("part", 0, 0.0),
         ("often", "3", 3),
         ("share", 1, 1.0),
         ("share", "1e-3", 0.001),
@@ -123,6 +127,7 @@ def test_right_values(name: str, value: object, result: object) -> None:
         ("count", 11, "count = 11 is not in 0 … 10"),
         ("count", "-1", "count = '-1' is not in 0 … 10"),
         ("often", "0", "often = '0' is not in auto | 1 … 10"),
+        ("part", "-1", "part = '-1' is not in auto | 0 … 1"),
         ("often", False, "often = False is not a whole number, or auto"),
         ("often", "Auto", "often = 'Auto' is not a whole number, or auto"),
         ("count", "auto", "count = 'auto' is not a whole number"),
@@ -153,6 +158,7 @@ def test_wrong_values_say_where_what_and_what_is_right(name: str, value: object,
         ("count", "0 … 10"),
         ("at_least", "at least 3"),
         ("often", "auto | 1 … 10"),
+        ("part", "auto | 0 … 1"),
         ("any_number", ""),
         ("flag", ""),
         ("kind", "average | keep"),

@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 from torch import nn, optim
 
-from lsgd.algorithms.common import LONGEST_HALF, LONGEST_PERIOD, Exchange, Periodic, best_period, period_cost, ramp
+from lsgd.algorithms.common import (
+    LONGEST_HALF,
+    LONGEST_PERIOD,
+    Exchange,
+    Periodic,
+    best,
+    half_period,
+    period_cost,
+    ramp,
+)
 from lsgd.algorithms.elastic import ElasticSettings
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
@@ -31,15 +40,25 @@ class Timed:
 
     Args:
         loop: place in their own loops where the workers begin, and how many iterations those have; 0: no loops.
+        muon: whether that is each worker's optimizer.
 
     Attributes:
+        step_s, round_s, transfer_s: a step, what members wait for in a round, and what a delay can hide of it.
         periods: of all stretches, the one that has begun included.
     """
 
-    def __init__(self, settings: Periodic, *, loop: tuple[int, int] = (0, 0), resumed: int = 0, **run: Any) -> None:
+    def __init__(
+        self,
+        settings: Periodic,
+        *,
+        loop: tuple[int, int] = (0, 0),
+        resumed: int = 0,
+        muon: tuple[bool, bool] = (False, False),
+        **run: Any,
+    ) -> None:
         self.bench, self.steps = Bench(plan=make_plan(algorithm=settings, workers=2, **run)), loop[1]
-        for place in PAIR:
-            self.bench.join(place, step=loop[0], resumed=resumed)
+        for place, has in zip(PAIR, muon, strict=True):
+            self.bench.join(place, step=loop[0], resumed=resumed, muon=has)
         self.ask_all()
         self.bench.complete_all(*PAIR)
         self.step_s, self.round_s, self.transfer_s = 0.01, 0.1, 0.0
@@ -61,7 +80,8 @@ class Timed:
                 for place in PAIR:
                     bench.complete_all(place)
         assert bench.round(*PAIR).scope == "global"
-        bench.now += self.round_s
+        waits = not bench.state.course.schedule.delay and 0.0 < self.transfer_s < math.inf
+        bench.now += self.round_s + (self.transfer_s if waits else 0.0)
         bench.complete_all(*PAIR, transfer_s=self.transfer_s)
         settings = json.loads(bench.book.elections and bench.state.course.to_json())
         assert settings["period"] == bench.state.course.schedule.period
@@ -220,8 +240,8 @@ def test_a_period_costs_what_exchanges_take_and_what_rare_ones_lose() -> None:
     assert period_cost(1 << 30, exchange, 3) == pytest.approx(1 + 0.7 * 2, rel=1e-4)  # rare enough: one machine is left
     assert period_cost(8, Exchange(1.0), 1) == period_cost(8, Exchange(1.0), 2)  # a second worker may join
     for exchange_steps, workers, steps in ((0.1, 2, 512), (3.0, 4, math.inf), (10.0, 8, 9000)):
-        best = best_period(Exchange(exchange_steps), workers, steps)
-        costs = [period_cost(best + off, Exchange(exchange_steps), workers, steps) for off in (-1, 0, 1)]
+        period, _ = best(Exchange(exchange_steps), workers, steps)
+        costs = [period_cost(period + off, Exchange(exchange_steps), workers, steps) for off in (-1, 0, 1)]
         assert min(costs) == costs[1] < min(costs[0], costs[2])
 
 
@@ -238,7 +258,7 @@ def test_a_period_costs_what_exchanges_take_and_what_rare_ones_lose() -> None:
     ],
 )
 def test_the_best_period(exchange_steps: float, workers: int, steps: float, period: int) -> None:
-    assert best_period(Exchange(exchange_steps), workers, steps) == period
+    assert best(Exchange(exchange_steps), workers, steps) == (period, 0)
 
 
 def test_auto_follows_a_link_that_changes_and_says_why() -> None:
@@ -265,21 +285,104 @@ def test_auto_follows_a_link_that_changes_and_says_why() -> None:
 )
 def test_of_two_times_that_counts_with_which_the_period_is_shorter(rounds_s, steps_s) -> None:
     pace = Pace(1, rounds_s, steps_s)
-    pace.choose(2, math.inf)
-    assert pace.period == best_period(Exchange(10.0), 2)
+    pace.choose(2, math.inf, None, 0)
+    assert (pace.period, 0) == best(Exchange(10.0), 2)
 
 
 @pytest.mark.parametrize(("delay", "period"), [(0, 81), (2, 75), (10, 41), (300, 301)])
 def test_a_delay_hides_what_members_say_of_transfers(delay: int, period: int) -> None:
     """A transfer of ten steps costs what the delay does not hide; only then is it no part of the round's time."""
     timed = Timed(LocalSettings(period=0, delay=delay))
-    timed.round_s, timed.transfer_s = 0.0 if delay else 0.1, 0.1
+    timed.round_s, timed.transfer_s = 0.0, 0.1
     assert timed.periods == [delay + 1]
-    assert timed.stretches(4) == period == best_period(Exchange(0.0, 10.0), 2, delay=delay)
+    assert timed.stretches(4) == period == best(Exchange(0.0, 10.0), 2, delay=delay)[0]
     assert str(timed.bench.state.course.why) == "a round takes 0.1 s, a step 0.01 s"
     if delay:
         timed.transfer_s = 0.0  # as in a generation's second round, if the first had newcomers
         assert timed.stretches(4) == period
+
+
+@pytest.mark.parametrize("transfer", [0.3, 4.0, 17.5, 400.0])
+@pytest.mark.parametrize(("waiting", "workers", "steps"), [(0.0, 2, 1000), (5.0, 4, math.inf)])
+@pytest.mark.parametrize("period", [None, 1, 16])
+def test_no_delay_between_is_better_than_none_and_the_longest(transfer, waiting, workers, steps, period) -> None:
+    exchange = Exchange(waiting, transfer)
+    chosen = best(exchange, workers, steps, period=period, delay=None)
+    all_ = ((p, d) for p in (range(1, 513) if period is None else [period]) for d in range(p // 2 + 1))
+    least = min(period_cost(p, exchange, workers, steps, delay=d) for p, d in all_ if p <= 2 * half_period(steps))
+    assert period_cost(chosen[0], exchange, workers, steps, delay=chosen[1]) == pytest.approx(least)
+    assert chosen[1] <= chosen[0] // 2
+
+
+def test_with_muon_the_servers_choose_a_delay() -> None:
+    """It hides the transfer, and goes again where the link is so fast that it costs more than it brings."""
+    timed = Timed(LocalSettings(period=0, delay=-1), muon=(True, True))
+    timed.round_s, timed.transfer_s = 0.02, 0.1
+    course = timed.bench.state.course
+    assert timed.stretches(4) == 56 and course.schedule.delay == 10
+    assert timed.said == ["period 56 with a delay of 10: a round takes 0.12 s, a step 0.01 s"]
+    shown = json.loads(report(timed.bench.state, timed.bench.now))
+    assert (shown["period"], shown["delay"]) == (56, 10)
+    assert json.loads(course.to_json())["delay"] == 10
+    timed.transfer_s = 0.001
+    assert timed.stretches(4) == best(Exchange(2.0, 0.1), 2)[0] and course.schedule.delay == 0
+
+
+@pytest.mark.parametrize("muon", [(False, False), (True, False)])
+def test_there_is_no_delay_where_a_workers_optimizer_bears_none(muon) -> None:
+    timed = Timed(LocalSettings(period=0, delay=-1), muon=muon)
+    timed.round_s, timed.transfer_s = 0.0, 0.1
+    assert timed.stretches(4) == 81 and timed.bench.state.course.schedule.delay == 0
+
+
+def test_a_delay_beside_a_period_of_the_plan_and_one_of_an_operator() -> None:
+    timed = Timed(LocalSettings(period=16, delay=-1), muon=(True, True))
+    timed.round_s, timed.transfer_s = 0.0, 1.0
+    course = timed.bench.state.course
+    assert timed.stretches(4) == 16 and course.schedule.delay == 8  # half the period, at most
+    timed.bench.coordinator.change({"delay": "3"})
+    assert timed.stretch() == 16 and (course.schedule.delay, course.why.code) == (3, "planned")
+    timed.bench.coordinator.change({"delay": "auto", "period": "4"})
+    assert timed.stretch() == 4 and course.schedule.delay == 2
+    timed.bench.coordinator.change({"delay": "0"})
+    assert timed.stretch() == 4 and course.schedule.delay == 0
+
+
+def test_at_the_ends_of_a_run_the_delay_is_as_short_as_the_period_asks() -> None:
+    timed = Timed(LocalSettings(period=16, closing_share=0.5, delay=-1), muon=(True, True), iterations=2 * 400)
+    timed.round_s, timed.transfer_s = 0.0, 0.2
+    seen = []
+    while sum(timed.periods) < 400:
+        timed.stretch()
+        seen.append((timed.bench.state.course.schedule.period, timed.bench.state.course.schedule.delay))
+    assert {(16, 8), (8, 4), (4, 2), (2, 1), (1, 0)} <= {*seen}
+    assert all(delay <= period // 2 for period, delay in seen)
+
+
+def test_there_is_no_delay_while_a_newcomer_downloads() -> None:
+    """With one it could not follow the rounds, so all would wait for it."""
+    timed = Timed(LocalSettings(period=16, delay=-1), muon=(True, True))
+    timed.round_s, timed.transfer_s = 0.0, 0.05
+    bench, schedule = timed.bench, lambda: timed.bench.state.course.schedule
+    timed.stretches(3)
+    assert schedule().delay == 5
+    bench.join("20", muon=True)
+    bench.ask("20")
+    places = (*PAIR, "20")
+
+    def stretch(*, lacking: bool) -> int:
+        while bench.member("00").round is None:
+            bench.now += 0.01
+            for place in places:
+                if bench.member(place).round is None and not bench.member(place).held:
+                    bench.ask(place)
+        bench.complete_all(*PAIR)
+        newcomer = bench.member("20").round
+        assert newcomer is not None
+        bench.complete("20", newcomer.round.id, lacking=lacking)
+        return schedule().delay
+
+    assert [stretch(lacking=lacking) for lacking in (True, True, False, False)] == [0, 0, 0, 5]
 
 
 def test_with_a_delay_nothing_is_known_before_a_transfer_is_over() -> None:
@@ -397,7 +500,7 @@ def test_a_server_that_is_started_again_goes_on_with_what_was_measured() -> None
     bench.complete_all(*PAIR)
     assert course.schedule.period == 81
     timed.round_s = 0.2
-    assert timed.stretches(4) == best_period(Exchange(20.0), 2)
+    assert timed.stretches(4) == best(Exchange(20.0), 2)[0]
 
 
 # -- the setting ---------------------------------------------------------------------------------------------------

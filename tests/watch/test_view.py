@@ -62,13 +62,13 @@ def test_events_change_what_is_the_case() -> None:
         RoundCompleted(1, 0.25, 100),
         order(2),
         RoundFailed(2, "error", "peer closed"),
-        PeriodChosen(16, "measured", "a round takes long"),
+        PeriodChosen(16, "measured", "a round takes long", 5),
         PhaseBegan(2, "diloco", 16),
         SettingsChanged({"keep": "0.1"}),
         Note("period", "period 16"),
     )
     assert (view.generation, view.nodes, view.rounds_global, view.workers[WHO].rank) == (1, 1, 2, 0)
-    assert (view.period, view.period_reason, view.algorithm) == (16, "a round takes long", "diloco")
+    assert (view.period, view.delay, view.period_reason, view.algorithm) == (16, 5, "a round takes long", "diloco")
     assert (view.loss, view.settings, view.workers[WHO].times_leader) == (0.5, {"keep": "0.1"}, 2)
     first, second = view.rounds
     assert (first.state, first.took_s, first.sent_nbytes) == ("completed", 0.25, 100)

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Algorithm, Commit, all_finite, clones, copy_all, finiteness
+from lsgd.algorithms.base import Algorithm, Commit, all_finite, clones, copy_all, finiteness, is_muon
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.island import Island
@@ -24,7 +24,7 @@ from lsgd.errors import DetachedError, LsgdError
 from lsgd.flat import FlatParameters
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
-from lsgd.settings import same_form
+from lsgd.settings import AlgorithmSettings, same_form
 from lsgd.shards import full_state_dict, load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
@@ -81,7 +81,7 @@ class Replica:
         self._scalers = checkpoints.scalers
         run, shard = membership.welcome.run, membership.island.shard
         self._run_id = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
-        self.algorithm = membership.plan.algorithm.create(flat.buffers, self._run_id)
+        self.algorithm = self._create(membership.plan.algorithm)
         self.consensus_distance: float | None = None
         self.leader_model: list[Tensor] = []
         self._stepped = self._in_groups()
@@ -117,6 +117,11 @@ class Replica:
     def _in_groups(self) -> set[int]:
         return {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
 
+    def _create(self, settings: AlgorithmSettings) -> Algorithm:
+        algorithm = settings.create(self.flat.buffers, self._run_id)
+        algorithm.muon = is_muon(self.optimizers)
+        return algorithm
+
     def take_up(self, text: str) -> bool:
         """Switch to a round's algorithm and settings; return whether it is a new algorithm, with fresh state."""
         if not text or text == self._text:
@@ -124,7 +129,7 @@ class Replica:
         settings = algorithm_of(json.loads(text), "the server's round")
         fresh = not same_form(settings, self.algorithm.settings)
         if fresh:
-            self.algorithm = settings.create(self.flat.buffers, self._run_id)
+            self.algorithm = self._create(settings)
         self.algorithm.settings, self._text = settings, text
         resumed, self._resumed = self._resumed, None
         if resumed is not None and same_form(resumed[0], settings):

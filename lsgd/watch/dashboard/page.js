@@ -39,7 +39,8 @@ function write() {
   at("share").value = head.share;
   at("percent").textContent = percent(head.share);
   at("share").parentElement.hidden = !head.iterations && !head.share;  // a run without an end
-  at("period").textContent = head.period ? `period ${head.period}: ${head.period_reason}` : "";
+  const late = head.delay ? ` with a delay of ${head.delay}` : "";
+  at("period").textContent = head.period ? `period ${head.period}${late}: ${head.period_reason}` : "";
   const { workers, out, done, sent_nbytes: sent, bytes_per_s: perSecond } = data.sums;
   const there = isOver() || !out ? workers : `${workers - out} of ${workers}`;
   tiles({
