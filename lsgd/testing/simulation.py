@@ -200,7 +200,8 @@ class SimulatedWorker:
         flat: the model's flat parameters, if ``parameters`` are its buffers.
 
     Raises:
-        ConfigError: the period or the delay is ``auto``, the election needs a probe, or the speed does not fit the periods.
+        ConfigError: the period or the delay is ``auto``, the election needs a probe, or the speed does not fit the
+            periods.
     """
 
     def __init__(

@@ -3,6 +3,7 @@
 Waits take no time: the clock moves whenever somebody waits. A few tests have a real socket and its thread.
 """
 
+import itertools
 import logging
 import re
 import sys
@@ -252,6 +253,16 @@ def test_a_heartbeat_comes_every_second_also_between_questions(world) -> None:
     world.ask()
     assert world.times(Heartbeat) == list(range(9))
     assert world.got[0][1] == Heartbeat("node0/worker0", 7)
+
+
+@pytest.mark.parametrize(("lease_s", "every_s"), [(15.0, 1.0), (5.0, 1.0), (2.0, 0.4), (1.0, 0.2)])
+def test_a_short_lease_has_five_heartbeats(world, lease_s: float, every_s: float) -> None:
+    world.channel.lease_s = lease_s
+    world.channel.start_heartbeat("node0/worker0")
+    world.passes(4.9)  # with a turn each 0.1 s
+    times = [seconds for seconds, message in world.got if isinstance(message, Heartbeat)]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert len(gaps) >= 4 and every_s - 1e-6 <= min(gaps) <= max(gaps) <= every_s + 0.1 + 1e-6
 
 
 def test_nothing_is_lost_while_the_local_server_is_away(world) -> None:

@@ -51,6 +51,7 @@ Message = Upward | WorkerHello | StatusQuery
 """What a worker sends its local server."""
 
 _HEARTBEAT_S = 1.0
+_HEARTBEATS_A_LEASE = 5
 _WHERE_S = 2.0
 _RECONNECTING_S = 0.01
 
@@ -105,8 +106,8 @@ class Carrier(Protocol):
 class Channel:
     """Sends messages and waits for their answers; safe to use from several threads.
 
-    The thread also sends the servers a heartbeat every second, and handles what they send unasked: that a generation
-    is over, or that this worker is out of the run.
+    The thread also sends the servers a heartbeat every second, or five in a lease that is shorter than five seconds,
+    and handles what they send unasked: that a generation is over, or that this worker is out of the run.
 
     Args:
         address: the local server's.
@@ -115,6 +116,7 @@ class Channel:
         link: carries messages when :meth:`turn` is called; None: a socket, in a thread of its own.
 
     Attributes:
+        lease_s: how long the servers take this worker's silence; unlimited before it joins a run.
         global_silence_s: longest wait while only the local server answers; unlimited at first.
         run: this worker's; empty before it joins one.
         given_up: whether no answer will come any more, so that the worker saves what there is, and leaves.
@@ -135,6 +137,7 @@ class Channel:
     ) -> None:
         self.address = address
         self.silence_s = silence_s
+        self.lease_s = math.inf
         self.global_silence_s = math.inf
         self.run = ""
         self.given_up = False
@@ -317,11 +320,15 @@ class Channel:
                 sent = self.turn()
                 if closed_at is not None and (sent or self._clock.now() - closed_at > CLOSE_WITHIN_S):
                     return
-                poller.wait(_HEARTBEAT_S / 2 if sent else _RECONNECTING_S)
+                poller.wait(self._beat_every_s / 2 if sent else _RECONNECTING_S)
                 self._wakeup.clear()
         finally:
             self._link.close()
             self._wakeup.close()
+
+    @property
+    def _beat_every_s(self) -> float:
+        return min(_HEARTBEAT_S, self.lease_s / _HEARTBEATS_A_LEASE)
 
     def turn(self) -> bool:
         """Take what has arrived, and send what is due; return whether the local server is there to get it."""
@@ -330,7 +337,7 @@ class Channel:
             for frame in frames:
                 self._take(frame)
         now = self._clock.now()
-        if self._worker and now - self._beat_at >= _HEARTBEAT_S:
+        if self._worker and now - self._beat_at >= self._beat_every_s:
             self._outbox.append(encode(Heartbeat(self._worker, self._incarnation, *self.totals())))
             self._beat_at = now
         if self._where and now - self._introduced_at >= _WHERE_S:

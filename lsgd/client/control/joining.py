@@ -141,6 +141,7 @@ def join_run(
     except RunOverError as error:
         logger.warning("worker %d joins too late and has nothing to do: %s", identity.index, error)
         raise
+    channel.lease_s = plan.run.lease_s
     island.has_joined(plan.run.lease_s)
     device = next(model.parameters()).device
     for warning in welcome.warnings:
