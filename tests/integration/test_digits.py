@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/digits.py"
 
 NO_EXCHANGE = """
-iterations = 384
+iterations = 512
 
 [algorithm]
 name = "leader"
@@ -62,15 +62,15 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, repor
     plan_of_example = EXAMPLE.with_suffix(".toml")
     settings = {"LSGD_ALGORITHM": "leader", "LSGD_ITERATIONS": "576", "LSGD_PERIOD": "16", "DRAWS": "1"}
     output = train(plan_of_example, tmp_path / "exchange", **settings)
-    train(plan, tmp_path / "none", workers=3)
+    train(plan, tmp_path / "none", workers=4)
 
     result, alone = result_of(tmp_path / "exchange"), result_of(tmp_path / "none")
     assert result["test_accuracy"] >= 0.97
-    assert alone["test_accuracy"] < 0.90
+    assert alone["test_accuracy"] < 0.90  # 0.36 to 0.50 in four trainings; with three workers once 0.94
     assert alone["leader_accuracy"] >= 0.95  # each of them has learned; only their average has not
     assert result["relative_distance_before_last_average"] < alone["relative_distance_before_last_average"]
 
-    for run, iterations, workers in ((result, 576, 2), (alone, 384, 3)):
+    for run, iterations, workers in ((result, 576, 2), (alone, 512, 4)):
         assert run["count"] == sum(member["done"] for member in run["members"]) == iterations
         assert (len(run["members"]), run["nodes"], run["rounds_local"]) == (workers, 1, 0)
     # One when the generation begins, one for each 16 iterations of a worker, and the last one.
