@@ -127,7 +127,7 @@ def half_period(steps: float) -> float:
     return max(1.0, min(HALF * math.sqrt(steps), LONGEST_HALF))
 
 
-def best(
+def best_schedule(
     exchange: Exchange, workers: int, steps: float = math.inf, *, period: int | None = None, delay: int | None = 0
 ) -> tuple[int, int]:
     """Return the period and the delay of the least :func:`period_cost`, or the best ones beside a given one.

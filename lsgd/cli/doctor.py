@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from lsgd.algorithms.common import Exchange, best
+from lsgd.algorithms.common import Exchange, best_schedule
 from lsgd.cli.relay import RelayAccess, running_relay
 from lsgd.client.control.identity import Interface, interface_towards, versions
 from lsgd.client.groups.base import Members
@@ -291,7 +291,7 @@ class Doctor:
         for how, codec in (("levels2", "levels2"), ("minmax8", "minmax8"), ("float32", "none")):
             transfer_s = codec_of(codec).element_nbytes * parameters * 8 / (slowest * 1e6)
             iterations = transfer_s / (step_ms / 1e3)
-            period, _ = best(Exchange(0.0, iterations), self._place.nodes)
+            period, _ = best_schedule(Exchange(0.0, iterations), self._place.nodes)
             self._say(
                 f"      a model in {how} takes {transfer_s:.2f} s, as long as {iterations:.2g} iterations: "
                 f"a period of about {period} in a long run"

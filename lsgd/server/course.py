@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from lsgd.algorithms.common import LONGEST_DELAY, Exchange, best, period_cost
+from lsgd.algorithms.common import LONGEST_DELAY, Exchange, best_schedule, period_cost
 from lsgd.plan.plan import Phase, table_of
 from lsgd.server.reasons import Reason, Why
 from lsgd.settings import AlgorithmSettings
@@ -95,7 +95,7 @@ class Pace:
         round_s, transfer_s = statistics.median_low(self._rounds_s), statistics.median_low(self._transfers_s or [0.0])
         exchange = Exchange(round_s / step_s, transfer_s / step_s)
         cost = partial(period_cost, exchange=exchange, workers=workers, steps=steps)
-        chosen = best(exchange, workers, steps, period=period, delay=delay)
+        chosen = best_schedule(exchange, workers, steps, period=period, delay=delay)
         if cost(self.period, delay=self.delay) > WORTH * cost(chosen[0], delay=chosen[1]):
             self.period, self.delay = chosen
         return Why.MEASURED(round_s=round_s + transfer_s, step_s=step_s)

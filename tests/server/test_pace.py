@@ -12,7 +12,7 @@ from lsgd.algorithms.common import (
     LONGEST_PERIOD,
     Exchange,
     Periodic,
-    best,
+    best_schedule,
     half_period,
     period_cost,
     ramp,
@@ -240,7 +240,7 @@ def test_a_period_costs_what_exchanges_take_and_what_rare_ones_lose() -> None:
     assert period_cost(1 << 30, exchange, 3) == pytest.approx(1 + 0.7 * 2, rel=1e-4)  # rare enough: one machine is left
     assert period_cost(8, Exchange(1.0), 1) == period_cost(8, Exchange(1.0), 2)  # a second worker may join
     for exchange_steps, workers, steps in ((0.1, 2, 512), (3.0, 4, math.inf), (10.0, 8, 9000)):
-        period, _ = best(Exchange(exchange_steps), workers, steps)
+        period, _ = best_schedule(Exchange(exchange_steps), workers, steps)
         costs = [period_cost(period + off, Exchange(exchange_steps), workers, steps) for off in (-1, 0, 1)]
         assert min(costs) == costs[1] < min(costs[0], costs[2])
 
@@ -258,7 +258,7 @@ def test_a_period_costs_what_exchanges_take_and_what_rare_ones_lose() -> None:
     ],
 )
 def test_the_best_period(exchange_steps: float, workers: int, steps: float, period: int) -> None:
-    assert best(Exchange(exchange_steps), workers, steps) == (period, 0)
+    assert best_schedule(Exchange(exchange_steps), workers, steps) == (period, 0)
 
 
 def test_auto_follows_a_link_that_changes_and_says_why() -> None:
@@ -286,7 +286,7 @@ def test_auto_follows_a_link_that_changes_and_says_why() -> None:
 def test_of_two_times_that_counts_with_which_the_period_is_shorter(rounds_s, steps_s) -> None:
     pace = Pace(1, rounds_s, steps_s)
     pace.choose(2, math.inf, None, 0)
-    assert (pace.period, 0) == best(Exchange(10.0), 2)
+    assert (pace.period, 0) == best_schedule(Exchange(10.0), 2)
 
 
 @pytest.mark.parametrize(("delay", "period"), [(0, 81), (2, 75), (10, 41), (300, 301)])
@@ -295,7 +295,7 @@ def test_a_delay_hides_what_members_say_of_transfers(delay: int, period: int) ->
     timed = Timed(LocalSettings(period=0, delay=delay))
     timed.round_s, timed.transfer_s = 0.0, 0.1
     assert timed.periods == [delay + 1]
-    assert timed.stretches(4) == period == best(Exchange(0.0, 10.0), 2, delay=delay)[0]
+    assert timed.stretches(4) == period == best_schedule(Exchange(0.0, 10.0), 2, delay=delay)[0]
     assert str(timed.bench.state.course.why) == "a round takes 0.1 s, a step 0.01 s"
     if delay:
         timed.transfer_s = 0.0  # as in a generation's second round, if the first had newcomers
@@ -307,7 +307,7 @@ def test_a_delay_hides_what_members_say_of_transfers(delay: int, period: int) ->
 @pytest.mark.parametrize("period", [None, 1, 16])
 def test_no_delay_between_is_better_than_none_and_the_longest(transfer, waiting, workers, steps, period) -> None:
     exchange = Exchange(waiting, transfer)
-    chosen = best(exchange, workers, steps, period=period, delay=None)
+    chosen = best_schedule(exchange, workers, steps, period=period, delay=None)
     all_ = ((p, d) for p in (range(1, 513) if period is None else [period]) for d in range(p // 2 + 1))
     least = min(period_cost(p, exchange, workers, steps, delay=d) for p, d in all_ if p <= 2 * half_period(steps))
     assert period_cost(chosen[0], exchange, workers, steps, delay=chosen[1]) == pytest.approx(least)
@@ -325,7 +325,7 @@ def test_with_muon_the_servers_choose_a_delay() -> None:
     assert (shown["period"], shown["delay"]) == (56, 10)
     assert json.loads(course.to_json())["delay"] == 10
     timed.transfer_s = 0.001
-    assert timed.stretches(4) == best(Exchange(2.0, 0.1), 2)[0] and course.schedule.delay == 0
+    assert timed.stretches(4) == best_schedule(Exchange(2.0, 0.1), 2)[0] and course.schedule.delay == 0
 
 
 @pytest.mark.parametrize("muon", [(False, False), (True, False)])
@@ -500,7 +500,7 @@ def test_a_server_that_is_started_again_goes_on_with_what_was_measured() -> None
     bench.complete_all(*PAIR)
     assert course.schedule.period == 81
     timed.round_s = 0.2
-    assert timed.stretches(4) == best(Exchange(20.0), 2)[0]
+    assert timed.stretches(4) == best_schedule(Exchange(20.0), 2)[0]
 
 
 # -- the setting ---------------------------------------------------------------------------------------------------
