@@ -186,7 +186,7 @@ def test_the_table_of_members():
         ("period=automatic", "period = 'automatic' is not a whole number, or auto"),
         (
             "zzz=1",
-            "zzz is unknown; known: closing_share, error_decay, growth_coefficient, iterations, keep, ",
+            "zzz is unknown; known: closing_share, delay, error_decay, growth_coefficient, iterations, ",
         ),
     ],
 )
