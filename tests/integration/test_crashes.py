@@ -16,6 +16,9 @@ from .running import Cluster, Process, free_port, until
 
 EVERY = ("--period", "12", "--local-period", "4")
 
+RESTART = ("--lease-s", "60")
+"""For workers whose local server is started again: they are silent until then, and a busy machine takes its time."""
+
 
 def steps(cluster: Cluster) -> int:
     """Return how many steps all workers have written down, those that died included."""
@@ -94,7 +97,7 @@ def test_a_global_server_killed_in_the_middle_of_a_run(cluster) -> None:
 
 
 def test_a_local_server_killed_and_started_again_at_once(cluster) -> None:
-    server, locals_ = cluster.start("--workers", "3", *EVERY, nodes=2)
+    server, locals_ = cluster.start("--workers", "3", *RESTART, *EVERY, nodes=2)
     workers = [cluster.worker("crash", *place, "--sleep", 0.02) for place in ((0, 0), (1, 0), (1, 1))]
     trains(cluster)
     kill(locals_[1])
@@ -106,7 +109,7 @@ def test_a_local_server_killed_and_started_again_at_once(cluster) -> None:
 
 
 def test_workers_wait_for_their_local_server_and_say_so(cluster) -> None:
-    server, (local,) = cluster.start("--workers", "2", "--lease-s", "60", *EVERY)
+    server, (local,) = cluster.start("--workers", "2", *RESTART, *EVERY)
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
     kill(local)
@@ -120,7 +123,7 @@ def test_workers_wait_for_their_local_server_and_say_so(cluster) -> None:
 
 @pytest.mark.parametrize("dies", ["global", "local"])
 def test_workers_go_on_alone_for_a_while_and_the_count_stays_exact(cluster, dies) -> None:
-    run = JournaledRun(cluster, "--workers", "2", "--offline-iterations", "50", *EVERY)
+    run = JournaledRun(cluster, "--workers", "2", "--offline-iterations", "50", *RESTART, *EVERY)
     local = cluster.start_local()
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
@@ -154,7 +157,7 @@ def test_workers_whose_servers_stay_away_end_with_a_code_of_their_own(cluster) -
 
 
 def test_both_servers_killed_together(cluster) -> None:
-    run = JournaledRun(cluster, "--workers", "2", *EVERY)
+    run = JournaledRun(cluster, "--workers", "2", *RESTART, *EVERY)
     local = cluster.start_local()
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     for _ in range(2):
