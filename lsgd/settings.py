@@ -179,7 +179,7 @@ def _outside(spec: dataclasses.Field[Any], number: float) -> str:
     if abs(number) > LARGEST == spec.metadata["high"]:
         return f"beyond {LARGEST:,}"
     wanted = span(spec)
-    return f"not {'' if wanted.startswith('at least') else 'in '}{wanted}"
+    return f"not {'' if 'at least' in wanted else 'in '}{wanted}"
 
 
 def same_form(one: Any, other: Any) -> bool:

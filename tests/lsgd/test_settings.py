@@ -25,6 +25,7 @@ class Sample:
     any_number: float = setting(0.0, "any number")
     at_least: int = setting(3, "no upper end", low=3)
     often: int = setting(4, "one that the servers may choose", low=1, high=10, auto=0)
+    later: int = setting(0, "one without an upper end that may be chosen", low=0, auto=-1)
     part: float = setting(-1.0, "a share that the worker may choose", low=0, high=1, auto=-1)
     flag: bool = setting(False, "a flag")
     kind: str = setting("average", "a choice", choices=("average", "keep"))
@@ -127,6 +128,7 @@ def test_right_values(name: str, value: object, result: object) -> None:
         ("count", 11, "count = 11 is not in 0 … 10"),
         ("count", "-1", "count = '-1' is not in 0 … 10"),
         ("often", "0", "often = '0' is not in auto | 1 … 10"),
+        ("later", "-3", "later = '-3' is not auto | at least 0"),
         ("part", "-1", "part = '-1' is not in auto | 0 … 1"),
         ("often", False, "often = False is not a whole number, or auto"),
         ("often", "Auto", "often = 'Auto' is not a whole number, or auto"),
@@ -158,6 +160,7 @@ def test_wrong_values_say_where_what_and_what_is_right(name: str, value: object,
         ("count", "0 … 10"),
         ("at_least", "at least 3"),
         ("often", "auto | 1 … 10"),
+        ("later", "auto | at least 0"),
         ("part", "auto | 0 … 1"),
         ("any_number", ""),
         ("flag", ""),
