@@ -144,7 +144,7 @@ def test_workers_go_on_alone_for_a_while_and_the_count_stays_exact(cluster, dies
 
 
 def test_workers_whose_servers_stay_away_end_with_a_code_of_their_own(cluster) -> None:
-    server, locals_ = cluster.start("--workers", "2", "--server-timeout-s", "3", *EVERY, nodes=2)
+    server, locals_ = cluster.start("--workers", "2", "--server-timeout-s", "6", *EVERY, nodes=2)
     workers = [cluster.worker("crash", node, 0, "--sleep", 0.02) for node in (0, 1)]
     trains(cluster)
     kill(server, locals_[1])
