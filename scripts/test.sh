@@ -14,8 +14,8 @@ if (($#)) && [[ $1 != --fast ]]; then
     exec "$python" -m pytest "$@"
 fi
 cores=$(nproc)
-# Tests wait for a third of their time. Those of a file share what they have imported, and the servers that they fork from.
-several=("--numprocesses=$((cores + (cores + 1) / 2))" --dist=loadfile)
+# Tests wait for half of their time. Those of a file share what they have imported, and the servers that they fork from.
+several=("--numprocesses=$((2 * cores))" --dist=loadfile)
 
 "$python" -m ruff check
 "$python" -m ruff format --check
