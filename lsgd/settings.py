@@ -99,7 +99,7 @@ class AlgorithmSettings:
 
     def with_delay(self, delay: int) -> Self:
         """Return the settings with this delay; called if the servers choose it."""
-        return self
+        raise NotImplementedError
 
     def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
         """Return the settings until the next global round.

@@ -136,11 +136,13 @@ def best_schedule(
     or hides the whole transfer, or is as long as :data:`LONGEST_DELAY` allows: a period's cost has no minimum between
     these, since its first factor falls by the same amount with each step of delay, and its second one is concave.
     """
-    longest = max(int(2 * half_period(steps)), (delay or 0) + 1)
-    periods = range((delay or 0) + 1, longest + 1) if period is None else [period]
-    hides = math.ceil(exchange.transfer)
-    delays = [0, hides] if delay is None else [delay]
-    pairs = [(p, d if delay is not None else min(d, int(LONGEST_DELAY * p))) for p in periods for d in delays]
+    least, hides = (delay or 0) + 1, math.ceil(exchange.transfer)
+    periods = range(least, max(int(2 * half_period(steps)), least) + 1) if period is None else [period]
+
+    def delays(period: int) -> list[int]:
+        return [0, min(hides, int(LONGEST_DELAY * period))] if delay is None else [delay]
+
+    pairs = [(p, d) for p in periods for d in delays(p)]
     return min(pairs, key=lambda pair: period_cost(pair[0], exchange, workers, steps, delay=pair[1]))
 
 

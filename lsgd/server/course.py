@@ -139,7 +139,7 @@ class Course:
         self.phases = phases
         self.ends = [*accumulate(phase.iterations for phase in phases[:-1]), math.inf]
         algorithm = phases[0].algorithm
-        self.begin(Stretch(0, algorithm, algorithm, Pace(delay=algorithm.schedule().delay), Why.PLANNED()))
+        self.begin(Stretch(0, algorithm, algorithm, Pace(), Why.PLANNED()))
 
     def begin(self, stretch: Stretch) -> None:
         """Follow a stretch from now on."""
@@ -169,7 +169,7 @@ class Course:
             number += 1
             planned = self.phases[number].algorithm
         if number != self.number:
-            pace = Pace(delay=planned.schedule().delay)  # another algorithm sends other bytes
+            pace = Pace()  # another algorithm sends other bytes
         progress = progress if len(self.phases) == 1 else None  # only then the period follows it
         schedule = planned.schedule()
         delay = None if planned.delay_is_auto and bears_delay else schedule.delay
@@ -193,7 +193,7 @@ class Course:
         if self.number == before:
             return False
         self.next_algorithm = self.phases[self.number].algorithm
-        self.pace = Pace(delay=self.next_algorithm.schedule().delay)
+        self.pace = Pace()
         return True
 
     def to_json(self) -> str:
