@@ -46,12 +46,14 @@ class World(Clock):
     Attributes:
         got: messages of the channel, and when they came, in seconds from the start.
         away: whether the local server is away.
+        frozen_s: for how long this process is frozen in its next wait.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.got: list[tuple[float, Any]] = []
         self.away = False
+        self.frozen_s = 0.0
         self._says: list[tuple[float, bytes]] = []
         self.channel = Channel("ipc:///s", 7, silence_s=20.0, clock=self, link=self)
 
@@ -81,7 +83,8 @@ class World(Clock):
     def wait(self, changed: threading.Condition, seconds: float) -> None:
         assert self.seconds < 3600, "it waits for ever"
         self.channel.turn()
-        self.seconds += seconds
+        self.seconds += seconds + self.frozen_s
+        self.frozen_s = 0.0
 
     # -- the link ----------------------------------------------------------------------------------------------
 
@@ -152,6 +155,17 @@ def test_silence_ends_a_wait_with_the_line_to_type(world) -> None:
     with pytest.raises(ServerLostError, match=r"waits for 20 s, .*silent for 20 s; .*lsgd-server --local --listen ipc"):
         world.ask()
     assert 20 < world.seconds < 21
+
+
+def test_a_time_in_which_this_process_was_frozen_is_no_silence(world) -> None:
+    world.at(5.0, go(1))
+    world.frozen_s = 100.0
+    assert world.ask() == go(1)
+    world.frozen_s = 100.0
+    began = world.seconds
+    with pytest.raises(ServerLostError, match="silent for 20 s"):
+        world.ask(2)
+    assert 120 < world.seconds - began < 121
 
 
 def test_waiting_is_no_silence_but_it_is_said_who_is_silent(world, caplog) -> None:

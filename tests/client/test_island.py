@@ -149,7 +149,7 @@ def test_a_process_that_takes_nothing_any_more_ends_the_island(monkeypatch) -> N
     ended: Future[int] = Future()
     monkeypatch.setattr(os, "_exit", ended.set_result)
     monkeypatch.setattr(logging, "shutdown", lambda: None)
-    for name in ("BEAT_S", "CONNECT_WITHIN_S", "STUCK_AFTER_S"):
+    for name in ("CONNECT_WITHIN_S", "STUCK_AFTER_S"):
         monkeypatch.setattr(module, name, 0.0)
     ours, theirs = Pipe()
     os.set_blocking(ours.fileno(), False)

@@ -16,7 +16,7 @@ PLACES = ((0, 0), (0, 1), (1, 0))
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_kill_every_few_seconds_costs_neither_the_accuracy_nor_the_count(cluster: Cluster) -> None:
-    run = JournaledRun(cluster, "--workers", "3", "--period", "16", "--local-period", "4", "--lease-s", "6")
+    run = JournaledRun(cluster, "--workers", "3", "--period", "16", "--local-period", "4", "--lease-s", "20")
     servers = {node: cluster.start_local(node) for node in (0, 1)}
     workers = {place: cluster.worker("digits", *place) for place in PLACES}
     trains(cluster)

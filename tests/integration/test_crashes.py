@@ -194,7 +194,7 @@ def state(process: Process) -> str:
 
 @pytest.mark.parametrize("fault", ["killed", "frozen", "stuck"])
 def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_its_place(cluster, fault) -> None:
-    lease = () if fault == "killed" else ("--lease-s", "2")
+    lease = () if fault == "killed" else ("--lease-s", "6")
     server, locals_ = cluster.start("--workers", "3", *lease, *EVERY)
     survivors = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     go = cluster.folder / "go"

@@ -20,7 +20,7 @@ def test_a_model_that_is_no_number_ends_with_65(cluster, nan_from, without) -> N
 
 
 def test_lost_servers_end_it_with_75(cluster) -> None:
-    server, (local,) = cluster.start("--workers", "1", *ROUNDS, "--server-timeout-s", "5")
+    server, (local,) = cluster.start("--workers", "1", *ROUNDS, "--server-timeout-s", "10")
     worker = cluster.worker("flat", 0, 0, "--steps", 1_000_000)
     until(lambda: cluster.status()["count"] > 8, "it trains")
     for process in (server, local):
@@ -30,7 +30,7 @@ def test_lost_servers_end_it_with_75(cluster) -> None:
 
 
 def test_one_that_was_evicted_ends_with_76_and_the_others_go_on(cluster) -> None:
-    server, _ = cluster.start("--workers", "2", *ROUNDS, "--lease-s", "4")
+    server, _ = cluster.start("--workers", "2", *ROUNDS, "--lease-s", "8")
     frozen, other = (cluster.worker("flat", 0, index, "--steps", 1_000_000) for index in range(2))
     until(lambda: cluster.status()["count"] > 8, "they train")
     frozen.send(signal.SIGSTOP)

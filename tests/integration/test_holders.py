@@ -13,7 +13,7 @@ from .test_crashes import EVERY, JournaledRun, finish, kill, steps, trains
 
 
 def test_a_frozen_local_server_costs_nobody_the_model(cluster) -> None:
-    server, (local,) = cluster.start("--workers", "2", "--lease-s", "2", *EVERY)
+    server, (local,) = cluster.start("--workers", "2", "--lease-s", "6", *EVERY)
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
     local.send(signal.SIGSTOP)
@@ -93,7 +93,7 @@ def test_a_run_that_has_lost_its_model_goes_back_to_its_checkpoints(cluster) -> 
 
 
 def test_a_server_without_the_journal_of_the_run_does_not_begin_another(cluster) -> None:
-    run = JournaledRun(cluster, "--workers", "2", "--server-timeout-s", "4", *EVERY)
+    run = JournaledRun(cluster, "--workers", "2", "--server-timeout-s", "8", *EVERY)
     local = cluster.start_local()
     go = cluster.folder / "go"
     pause = ("--pause-at", 40, "--until", go)

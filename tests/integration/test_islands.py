@@ -198,7 +198,7 @@ def test_a_shard_whose_exchange_is_cut_fails_the_round_of_all(islands) -> None:
 
 
 def test_a_frozen_process_ends_its_island_and_the_others_go_on(islands) -> None:
-    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "80", "--lease-s", "2")
+    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "80", "--lease-s", "6")
     others = islands.island(0)
     head, frozen = islands.island(1, "--do", "freeze", "--at", "15")
     for process in others:

@@ -14,7 +14,7 @@ def test_a_pause_that_is_not_heard_costs_the_others_their_patience(cluster: Clus
     local = cluster.start_local()
     killed = cluster.folder / "killed"  # until then both nap, so that nobody waits for the other
     stays = cluster.worker("train", 0, 0, "--sleep", 0.02, "--nap-at", 1, "--until", killed)
-    nap = ("--nap-at", 8, "--pause-at", 8, "--nap", 10, "--until", killed)
+    nap = ("--nap-at", 8, "--pause-at", 8, "--nap", 20, "--until", killed)
     pauses = cluster.worker("train", 0, 1, "--sleep", 0.02, *nap)
     steps = cluster.folder / "node0-worker1.steps"
     pauses.says("^naps$")  # with its iteration granted

@@ -64,7 +64,7 @@ class Churn:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_50_changes_of_membership_leave_nothing_behind(cluster) -> None:
-    deadlines = ("--lease-s", "2", "--exchange-timeout-s", "3")
+    deadlines = ("--lease-s", "20", "--exchange-timeout-s", "20")
     server, (local,) = cluster.start("--workers", "1", *deadlines, *EVERY)
     stays = cluster.worker("train", 0, 0, "--sleep", 0.02)
     trains(cluster)

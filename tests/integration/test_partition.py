@@ -19,7 +19,7 @@ PLAN = {
     "LSGD_ALGORITHM": "leader",
     "LSGD_PERIOD": "16",
     "LSGD_LOCAL_PERIOD": "4",
-    "LSGD_LEASE_S": "3",
+    "LSGD_LEASE_S": "6",
     "LSGD_EXCHANGE_TIMEOUT_S": "10",
 }
 

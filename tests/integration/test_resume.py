@@ -121,7 +121,7 @@ def test_checkpoints_that_cannot_be_written_are_a_warning(cluster) -> None:
 
 def test_a_worker_that_loses_its_servers_saves_its_state(cluster) -> None:
     every = ("--period", "4", "--local-period", "4")
-    (server, local), (worker,) = start(cluster, 1, *every, "--server-timeout-s", "1", "--lease-s", "2")
+    (server, local), (worker,) = start(cluster, 1, *every, "--server-timeout-s", "6")
     cluster.tells(RoundOrdered, round=3)
     server.send(signal.SIGKILL)
     server.wait()

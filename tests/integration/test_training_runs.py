@@ -234,7 +234,7 @@ def test_a_run_by_time_with_a_worker_that_no_one_should_follow(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", "--seconds", "3600", *every(16))
     workers = cluster.worker("train", 0, 0, "--nan"), cluster.worker("train", 0, 1)
     passed = until(lambda: (s := cluster.status())["rounds_global"] > 3 and s, "it makes rounds")["seconds"]
-    seconds = round(3 * passed + 1, 1)
+    seconds = round(3 * passed + 5, 1)
     assert isinstance(cluster.ask(ChangeSettings({"seconds": str(seconds)})), Status)
     end_well(*workers, *locals_, server)
     result = cluster.result(0, 0)
@@ -244,7 +244,7 @@ def test_a_run_by_time_with_a_worker_that_no_one_should_follow(cluster) -> None:
     assert len(leaders) > 3
     assert {entry["worker"] for entry in leaders[1:]} == {"node0/worker1"}
     assert {entry["losses"]["node0/worker0"] for entry in leaders} == {None}
-    assert result["rates"][-1] < 0.01  # progress goes by time here
+    assert result["rates"][-1] < 0.015  # progress goes by time: by that of 3600 s it would be 0.02
     assert sum(steps(cluster).values()) == result["status"]["count"]
 
 

@@ -74,11 +74,8 @@ def test_workers_that_are_killed_free_the_others_inside_their_node_and_between_n
     second = cluster.worker("steps", 1, 0, "--like-nccl", "--die-at", "41")
     assert first.wait() == second.wait() == -signal.SIGKILL
     end_well(*survivors, *locals_, server)
-    for number, words in (
-        (1, "4 workers on 2 nodes, over tcp, and nccl inside nodes"),
-        (3, "2 workers on 2 nodes, over tcp"),
-    ):
-        assert f"generation {number}: {words}" in server.output
+    assert "generation 1: 4 workers on 2 nodes, over tcp, and nccl inside nodes" in server.output
+    assert re.search("generation [23]: 2 workers on 2 nodes, over tcp", server.output)  # both die at once
     assert "over tcp, and gloo inside the node" in survivors[0].output
     assert cluster.result(0, 0)["final"] == cluster.result(1, 1)["final"]
 

@@ -54,7 +54,7 @@ def watch():
 
 
 def test_a_run_is_seen_with_its_dead_its_frozen_and_a_killed_server(cluster, watch) -> None:
-    limits = ("--patience-s", "1", "--lease-s", "60", "--exchange-timeout-s", "3")  # it may freeze in a round
+    limits = ("--patience-s", "6", "--lease-s", "60", "--exchange-timeout-s", "6")  # it may freeze in a round
     run = JournaledRun(cluster, "--workers", "3", *limits, *EVERY)
     watched = watch(cluster.address)
     watched.until(lambda view: view.state == "waiting", "a run that waits")

@@ -50,10 +50,14 @@ Totals = tuple[float, float, float, int, int, dict[str, float], str]
 Message = Upward | WorkerHello | StatusQuery
 """What a worker sends its local server."""
 
-_HEARTBEAT_S = 1.0
-_HEARTBEATS_A_LEASE = 5
 _WHERE_S = 2.0
 _RECONNECTING_S = 0.01
+_FROZEN_S = 1.0  # who was not scheduled for this long heard nobody
+
+
+def heartbeat_every_s(lease_s: float) -> float:
+    """Return the seconds between signs of life of a process that counts as dead after a silence of ``lease_s``."""
+    return min(1.0, lease_s / 5)
 
 
 @dataclass(eq=False)
@@ -241,12 +245,21 @@ class Channel:
                 self._repeat(question)
                 with self._changed:
                     if expected.answered is None:
-                        self._clock.wait(self._changed, RESEND_S / 4)
+                        self._wait(RESEND_S / 4)
                     if expected.answered is not None:
                         return expected.answered
                 self._check(question)
         finally:
             self.forget(expected)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for a change; a time in which this process was frozen is no silence of the servers."""
+        began_at = self._clock.now()
+        self._clock.wait(self._changed, seconds)
+        now = self._clock.now()
+        if (frozen_s := now - began_at - seconds) > _FROZEN_S:
+            self._heard_at = min(self._heard_at + frozen_s, now)
+            self._global_heard_at = min(self._global_heard_at + frozen_s, now)
 
     def _repeat(self, question: _Question) -> None:
         """Send a question again, and say what it waits for, when that is due."""
@@ -320,15 +333,11 @@ class Channel:
                 sent = self.turn()
                 if closed_at is not None and (sent or self._clock.now() - closed_at > CLOSE_WITHIN_S):
                     return
-                poller.wait(self._beat_every_s / 2 if sent else _RECONNECTING_S)
+                poller.wait(heartbeat_every_s(self.lease_s) / 2 if sent else _RECONNECTING_S)
                 self._wakeup.clear()
         finally:
             self._link.close()
             self._wakeup.close()
-
-    @property
-    def _beat_every_s(self) -> float:
-        return min(_HEARTBEAT_S, self.lease_s / _HEARTBEATS_A_LEASE)
 
     def turn(self) -> bool:
         """Take what has arrived, and send what is due; return whether the local server is there to get it."""
@@ -337,7 +346,7 @@ class Channel:
             for frame in frames:
                 self._take(frame)
         now = self._clock.now()
-        if self._worker and now - self._beat_at >= self._beat_every_s:
+        if self._worker and now - self._beat_at >= heartbeat_every_s(self.lease_s):
             self._outbox.append(encode(Heartbeat(self._worker, self._incarnation, *self.totals())))
             self._beat_at = now
         if self._where and now - self._introduced_at >= _WHERE_S:

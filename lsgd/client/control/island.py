@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lsgd.client.control.channel import Channel, Message
+from lsgd.client.control.channel import Channel, Message, heartbeat_every_s
 from lsgd.client.control.closing import on_error
 from lsgd.client.control.replicas import bare, ddp_of, fingerprints
 from lsgd.errors import ConfigError, ExchangeError, IslandError, LsgdError
@@ -62,7 +62,6 @@ LONGEST_NBYTES = 16
 LEAST_SHARED_NBYTES = 1 << 16
 """From this size on, tensors pass through memory that the processes share, instead of their connections."""
 
-BEAT_S = 1.0
 _TOGETHER = "all processes of an island must call the worker's methods together, in the same order"
 
 
@@ -386,10 +385,10 @@ class _Peer:
         heard_at = beat_at = time.monotonic()
         try:
             while True:
-                now = time.monotonic()
-                if now - beat_at >= BEAT_S and self._beat():
+                now, beat_s = time.monotonic(), heartbeat_every_s(self._island.silence_s)
+                if now - beat_at >= beat_s and self._beat():
                     beat_at = now
-                if self._link.poll(BEAT_S / 2):
+                if self._link.poll(beat_s / 2):
                     kind, value = self._link.recv()
                     heard_at = time.monotonic()
                     if kind == "call":
