@@ -2,10 +2,12 @@
 
 import errno
 import ipaddress
+import secrets
 import socket
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lsgd.errors import ConfigError
@@ -45,6 +47,9 @@ _STARTERS = (
     _Starter("the cluster", "NODE_RANK", "NNODES", "MASTER_ADDR"),
     _Starter("Kubernetes", "JOB_COMPLETION_INDEX", "NNODES", "MASTER_ADDR"),  # of an Indexed Job, which sets the first
 )
+
+PORTS, TRIES = range(20_000, 30_000), 20
+"""Where a free port is looked for, and how often: operating systems hand out others, Linux those from 32,768 on."""
 
 NAME_WITHIN_S = 60.0
 """How long to wait for node 0's name to resolve: some clusters announce it when the node has started."""
@@ -166,9 +171,15 @@ def resolve(address: str, nodes: int, within_s: float = 0.0) -> str:
 def claim_port(ip: str, port: int) -> int:
     """Return ``port`` if a server can listen on it at ``ip``, an address of this machine; for 0, a free port.
 
+    The server starts later. So a free port is one of :data:`PORTS`, which nobody gets meanwhile without asking for it.
+
     Raises:
         ConfigError: another process listens there, or the address belongs to another machine.
     """
+    if not port:
+        for _ in range(TRIES):
+            with suppress(ConfigError):
+                return claim_port(ip, secrets.choice(PORTS))
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -19,8 +19,8 @@ from click.testing import CliRunner
 
 from lsgd.cli.commands import main
 from lsgd.errors import ConfigError
-from lsgd.node import gpus, launch
-from lsgd.node.place import Place, find_place, resolve
+from lsgd.node import gpus, launch, place
+from lsgd.node.place import Place, claim_port, find_place, resolve
 from lsgd.protocol.keys import KeyRing
 from lsgd.run_folder import is_live
 from lsgd.run_folder import runs as checkpoints
@@ -700,6 +700,15 @@ class TestPlace:
             resolve("node1", nodes=2)
         assert resolve("node1", nodes=1) == "127.0.1.1"
         assert resolve("localhost", nodes=2) == "127.0.1.1"
+
+    def test_a_free_port_is_none_that_others_get_without_asking_for_it(self, monkeypatch):
+        assert all(claim_port("127.0.0.1", 0) in place.PORTS for _ in range(20))
+        with socket.create_server(("127.0.0.1", claim_port("127.0.0.1", 0))) as taken:
+            port = taken.getsockname()[1]
+            monkeypatch.setattr(place, "PORTS", [port])
+            assert claim_port("127.0.0.1", 0) not in (0, port)
+            with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is taken"):
+                claim_port("127.0.0.1", port)
 
 
 @pytest.mark.slow
