@@ -9,7 +9,7 @@ Precedence: flag, ``LSGD_*`` variable, TOML file, default. The file::
     name = "leader"
     period = 64
 
-Instead of ``[algorithm]``, a plan may have several ``[[phase]]`` tables in order, each with its ``iterations``.
+Instead of ``[algorithm]``, a plan may have several ``[[phase]]`` tables in order; each but the last has ``iterations``.
 """
 
 import json

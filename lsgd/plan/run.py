@@ -27,7 +27,7 @@ class RunSettings:
     )
     nodes: int = setting(1, "of how many nodes the run waits for all workers, if workers is 0", low=1, high=100_000)
     iterations: int = setting(0, "end after this many iterations, of all workers together; 0: no limit", low=0)
-    seconds: float = setting(0.0, "end this long after the first iteration; 0: no limit", low=0)
+    seconds: float = setting(0.0, "end this long after the first round has begun; 0: no limit", low=0)
     transport: str = setting(
         "auto",
         "what carries tensors; auto: nccl inside nodes where each worker has a GPU of its own, and tcp elsewhere",

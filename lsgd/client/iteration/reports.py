@@ -226,7 +226,7 @@ class ElectionInput:
     """The loss and the learning rate in a worker's requests.
 
     Any request may open a round, and the worker cannot know which one will. So a request evaluates the probe if its
-    last value is from before the last round, or an eighth of a period old.
+    last value is from before the last round, or an eighth of a local period old.
 
     Args:
         before: last losses in the checkpoint that the worker resumes from.
