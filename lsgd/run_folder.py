@@ -51,7 +51,7 @@ def island_sizes(folder: Path, worker: str) -> set[int]:
 
 def counts(folder: Path, run: str, worker: str = "*") -> list[int]:
     """Return the counts of a run's checkpoints, of this worker (a pattern) or of any, in increasing order."""
-    paths = _run_path(folder, run).glob(f"*/{file_name(worker)}")
+    paths = inside(_run_path(folder, run), f"*/{file_name(worker)}")
     return sorted({int(path.parent.name) for path in paths if path.parent.name.isdecimal()})
 
 
@@ -76,7 +76,7 @@ def find_run(folder: Path, node: int, nodes: int = 1) -> Path:
     journal has an unfinished run. Raises ConfigError if there is none.
     """
     written = {}
-    for run in (folder, *folder.glob("*/")):
+    for run in (folder, *inside(folder, "*/")):
         times_s = [*_written(run / CHECKPOINTS, f"node{node}/*").values()]
         if nodes > 1 and node == 0 and is_unfinished(run):
             times_s.append((run / JOURNAL).stat().st_mtime)
@@ -89,6 +89,12 @@ def find_run(folder: Path, node: int, nodes: int = 1) -> Path:
             f"resumed run takes over the model of the others"
         )
     return folder if folder in written else max(written, key=lambda run: written[run])
+
+
+def inside(folder: Path, pattern: str) -> Iterator[Path]:
+    """Yield what a folder has of this pattern; nothing of one that this user may not look into."""
+    with suppress(OSError):
+        yield from folder.glob(pattern)
 
 
 @contextmanager
@@ -118,7 +124,7 @@ def find_live(folder: Path) -> tuple[Path, str, bytes]:
     The key is empty as long as it is the one in the node's token. Raises ConfigError if none is running.
     """
     live = []
-    for path in (*folder.glob("node*.lock"), *folder.glob("*/node*.lock")):
+    for path in (*inside(folder, "node*.lock"), *inside(folder, "*/node*.lock")):
         with suppress(OSError, ValueError), path.open() as file:
             status = os.fstat(file.fileno())
             if status.st_uid == os.getuid() and _flock(file.fileno(), fcntl.LOCK_SH):
@@ -134,7 +140,7 @@ def find_live(folder: Path) -> tuple[Path, str, bytes]:
 
 def is_live(folder: Path) -> bool:
     """Whether a launcher of any user and node holds this run folder's lock."""
-    for path in folder.glob("node*.lock"):
+    for path in inside(folder, "node*.lock"):
         with suppress(OSError), path.open() as file:
             if _flock(file.fileno(), fcntl.LOCK_SH) in (errno.EWOULDBLOCK, errno.EACCES):
                 return True
@@ -201,7 +207,7 @@ def _served(lock: str) -> Place:
 
 def is_unfinished(folder: Path) -> bool:
     """Whether the journal in a run folder has a run that has not ended, and that no global server serves now."""
-    if not (folder / JOURNAL).exists():
+    if not os.path.exists(folder / JOURNAL):
         return False
     with suppress(sqlite3.Error), closing(sqlite3.connect(folder / JOURNAL, timeout=LOOK_S)) as connection:
         return bool(connection.execute("SELECT COUNT(*) FROM state").fetchone()[0])
@@ -225,10 +231,10 @@ def _written(folder: Path, worker: str) -> dict[str, float]:
 def _files(folder: Path, worker: str) -> Iterator[tuple[str, Path]]:
     """Yield the checkpoints in a folder, each with its run."""
     name = file_name(worker)
-    for path in folder.glob(f"run-*/*/{name}"):
+    for path in inside(folder, f"run-*/*/{name}"):
         if path.parent.name.isdecimal():
             yield path.parent.parent.name.removeprefix("run-"), path
-    for path in folder.glob(f"*/{name}"):
+    for path in inside(folder, f"*/{name}"):
         if path.parent.name.isdecimal():
             yield EARLIER, path
 

@@ -1,12 +1,13 @@
 """``lsgd runs``: lists the runs in a folder, from the files in each run folder."""
 
+import os
 import textwrap
 import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lsgd.run_folder import RESULT, followed, is_live
+from lsgd.run_folder import RESULT, followed, inside, is_live
 from lsgd.watch.results import ended, read
 from lsgd.watch.terminal import duration
 
@@ -23,8 +24,8 @@ def find_runs(folder: Path) -> list[dict[str, Any]]:
     It adds ``folder`` and the actual ``state``: running (somebody holds the folder's lock), finished, stopped, failed,
     or unknown (a run without a launcher, or a machine that is not node 0).
     """
-    paths = (folder, *folder.glob("*/"))
-    folders = [path for path in paths if (path / RESULT).exists() or any(path.glob("node*.lock"))]
+    paths = (folder, *inside(folder, "*/"))
+    folders = [path for path in paths if os.path.exists(path / RESULT) or any(inside(path, "node*.lock"))]
     return [_run(path) for path in sorted(folders, key=lambda path: (_started(path), str(path)), reverse=True)]
 
 

@@ -240,6 +240,8 @@ def _take_over(
     """
     node, folder = settings.place.node, settings.run_dir
     path = folder / f"node{node}-{JOURNAL}"
+    host, port = place_of(offer)
+    claim_port(host, port)  # it was free when this node offered it
     try:
         state, rounds = local.copy.load()
         for old in folder.glob(f"{path.name}*"):
@@ -252,7 +254,6 @@ def _take_over(
     if keys is not None:
         ring = KeyRing.adopt(adopted_folder(folder, node), keys.secret, local.copy.allowed, local.copy.certificate)
         access = ["--keys", str(ring.folder)]
-    host, port = place_of(offer)
     servers = _serving(offer, path, free_port(host, port + 1) if local.relay[0] else 0, access, "--continue")
     return [replace(command, restart_arguments=(), appends=True) for command in _servers(settings, servers, environ)]
 

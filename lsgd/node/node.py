@@ -1,5 +1,6 @@
 """A node's process: carries its workers' messages, and starts, watches and ends the node's other processes."""
 
+import errno
 import math
 import signal
 import sys
@@ -138,7 +139,13 @@ class Node:
     def begin(self) -> None:
         """Start all processes."""
         for number, command in enumerate(self._commands):
-            self._start(command, number)
+            try:
+                self._start(command, number)
+            except OSError as error:
+                why = f"{command.arguments[0]} cannot be started: {error.strerror}"
+                if error.errno == errno.ENOEXEC:
+                    why += "; begin it with #!/usr/bin/env python3, or type python before its name"
+                raise ConfigError(f"{command.name}: {why}") from None
 
     def turn(self, signals: Ending) -> bool:
         """Carry messages, notice what has happened, and do what is due; return whether there is anything to wait for.

@@ -12,12 +12,13 @@ machine can reach (ipc, loopback) need no keys; all others do.
 
 import base64
 import contextlib
+import fcntl
 import ipaddress
 import os
 import re
 import socket
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 
 from lsgd.errors import ConfigError
@@ -99,11 +100,14 @@ class KeyRing:
             _refuse_writable(folder, "700")
             if not (folder / SERVER_KEY).exists():
                 _, secret = new_key_pair()
+                _write(folder / ALLOWED, "", replace=False)  # before the key, for whoever finds that
                 _write(folder / SERVER_KEY, _text(secret), replace=False)
-                _write(folder / ALLOWED, "", replace=False)
-            ring = cls(folder)
-            for name in names:
-                ring._add(name)
+            ring, names = cls(folder), list(names)
+            if not all(map(ring._has, names)):
+                with _alone(folder / SERVER_KEY):
+                    ring._read()
+                    for name in names:
+                        ring._add(name)
         except OSError as error:
             raise ConfigError(f"the keys in {folder} cannot be written: {error.strerror}") from None
         return ring
@@ -132,10 +136,14 @@ class KeyRing:
         path = self.folder / CERTIFICATE
         return f"{_read_private(path)}\n".encode() if path.exists() else b""
 
+    def _has(self, name: str) -> bool:
+        there = token_path(name, self.folder).exists() or self.certificate  # an adopted ring has no tokens
+        return name in self._names.values() and bool(there)
+
     def _add(self, name: str) -> None:
-        path = token_path(name, self.folder)
-        if name in self._names.values() and (path.exists() or self.certificate):  # an adopted ring has no tokens
+        if self._has(name):
             return
+        path = token_path(name, self.folder)
         public, secret = new_key_pair()
         lines = [f"{n} {_text(p)}\n" for p, n in self._names.items() if n != name]
         _write(path, f"{_PREFIX}:{name}:{_text(self.public + secret)}")
@@ -302,6 +310,15 @@ def _refuse_writable(path: Path, mode: str) -> None:
         raise ConfigError(
             f"others can write {path}, and so let anybody into the run; make it private: chmod {mode} {path}"
         )
+
+
+@contextlib.contextmanager
+def _alone(key: Path) -> Iterator[None]:
+    """Let one process at a time change the ring of this key: of two, each would drop the names that the other adds."""
+    with key.open("r+b") as file:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _write(path: Path, text: str, *, replace: bool = True) -> None:

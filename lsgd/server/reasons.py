@@ -81,7 +81,8 @@ class Why(enum.Enum):
     SAME_BATCHES = (
         "{worker} and {other} draw the same batches, so one of them learns nothing new: give each its part of a "
         "DataLoader or a stream, loader = worker.shard(loader), or of a dataset, worker.loader(data, ...), or seed "
-        "what the script draws itself by rank (the variable LSGD_RANK)"
+        "what the script draws itself by rank: the variable LSGD_RANK or, if nodes differ in their number of workers, "
+        "1000 * LSGD_NODE + LSGD_LOCAL_RANK"
     )
     TOO_FEW = "after {waited_s:g} s only {joined}; start the others, or a run of fewer (--workers)"
     OTHER_CALL = (

@@ -68,6 +68,7 @@ class Uploads:
         self._there: dict[str, Manifest] | None = None  # complete checkpoints of this node; None: not asked yet
         self._sent: dict[str, tuple[int, int]] = {}  # change time and size of the results that were uploaded
         self._due_s: dict[str, float] = {}  # when each of them may go again
+        self._failed: set[str] = set()  # results that the store did not take: they hold up no checkpoint
 
     def upload_next(self, *, final: bool = False) -> bool:
         """Upload the most important file, if there is any; return whether there was.
@@ -90,14 +91,19 @@ class Uploads:
                 self._upload_result(name)
         except FileNotFoundError:  # deleted meanwhile: the worker has written newer ones
             pass
+        except StoreError:
+            self._failed.add(name)
+            raise
+        self._failed.discard(name)
         return True
 
     def _wanted(self, final: bool) -> Iterator[str]:
         """Yield the names of the files to upload, the most important first."""
         results = self._results(final)
-        yield from (name for name, nbytes in results if nbytes <= SMALL_NBYTES)
+        first = [name for name, nbytes in results if nbytes <= SMALL_NBYTES and name not in self._failed]
+        yield from first
         yield from self._checkpoints()
-        yield from (name for name, nbytes in results if nbytes > SMALL_NBYTES)
+        yield from (name for name, _ in results if name not in first)
 
     def _checkpoints(self) -> list[str]:
         """Return this node's newest checkpoint files that are not in the store, the one that waits longest first."""

@@ -1,5 +1,6 @@
 """Checkpoints as files: what comes back, what is refused, and what a failed write leaves."""
 
+import errno
 import functools
 import os
 import random
@@ -24,7 +25,7 @@ from lsgd.client.loader import ShardLoader, shard_loader
 from lsgd.errors import ConfigError
 from lsgd.flat import FlatParameters, describe
 from lsgd.protocol.messages import Origin
-from lsgd.run_folder import checkpoint_path, counts, find_run, runs
+from lsgd.run_folder import CHECKPOINTS, checkpoint_path, claimed, counts, find_run, is_live, is_unfinished, runs
 
 WORKER = "node0/worker1"
 RUN = "5e55"
@@ -359,6 +360,31 @@ def test_another_optimizer_of_the_same_name_is_refused_in_words(tmp_path: Path) 
     other = type("SGD", (torch.optim.Adam,), {})(model.parameters())
     with pytest.raises(ConfigError, match=r"its state has no 'step'; join with the optimizer that it was"):
         resumed(tmp_path, model, other)
+
+
+def test_a_run_folder_that_this_user_may_not_look_into_is_passed_over(tmp_path: Path, monkeypatch) -> None:
+    closed, glob = tmp_path / "others", Path.glob
+
+    def closed_glob(folder: Path, pattern: str) -> Iterator[Path]:  # tests may run as root, who may look everywhere
+        if folder.is_relative_to(closed):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return glob(folder, pattern)
+
+    for time_s, run in enumerate(("mine", "others")):
+        written_at(write(tmp_path / run / "checkpoints", RUN, 1, WORKER, pack({"a": torch.ones(1)}), ABOUT), time_s)
+    monkeypatch.setattr(Path, "glob", closed_glob)
+    assert find_run(tmp_path, 0) == tmp_path / "mine"
+    assert runs(closed / "checkpoints") == [] and not is_live(closed)
+
+
+def test_a_name_that_is_too_long_is_an_error_in_words(tmp_path: Path) -> None:
+    folder = tmp_path / ("long" * 100)
+    assert runs(folder / CHECKPOINTS) == [] and not is_unfinished(folder)
+    with (
+        pytest.raises(ConfigError, match="cannot be made or written: File name too long"),
+        claimed(folder, 0, "ipc://"),
+    ):
+        pass
 
 
 def test_the_newest_run_with_checkpoints_is_found(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 import base64
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 from hypothesis import given
@@ -42,6 +44,21 @@ def test_a_token_holds_the_servers_public_key_and_a_pair_that_is_allowed(ring) -
         assert keys.public == public_key(keys.secret)
         assert ring.allowed(keys.public) == name
     assert ring.allowed(new_key_pair()[0]) == ""
+
+
+def test_launchers_that_begin_together_make_one_ring(tmp_path) -> None:
+    names, together = [f"node{number}" for number in range(8)], Barrier(8)
+
+    def make(number: int) -> None:
+        together.wait(60)
+        KeyRing.make(tmp_path / "new", names[number:] + names[:number])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(make, range(8)))
+    ring = KeyRing(tmp_path / "new")
+    for name in names:
+        keys = parse_token(ring.token(name), "the token")
+        assert (ring.allowed(keys.public), keys.server) == (name, ring.public)
 
 
 def test_only_the_user_can_read_what_is_made(ring) -> None:

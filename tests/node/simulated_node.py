@@ -161,7 +161,7 @@ class World:
 
 def _command(name: str, restarts: int) -> Command:
     role = ROLES.get(name.rstrip("01"), Role.WORKER)
-    return Command(name, (), {}, Path(f"{name}.log"), role, restarts=restarts)
+    return Command(name, (name,), {}, Path(f"{name}.log"), role, restarts=restarts)
 
 
 # -- scripts ---------------------------------------------------------------------------------------------------

@@ -701,6 +701,14 @@ class TestPlace:
         assert resolve("node1", nodes=1) == "127.0.1.1"
         assert resolve("localhost", nodes=2) == "127.0.1.1"
 
+    def test_a_node_does_not_take_over_at_a_port_that_is_taken_by_now(self, tmp_path):
+        with socket.create_server(("127.0.0.1", free_port())) as taken:
+            offer = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+            settings = launch.LaunchSettings(Place(1, 2, "127.0.0.1"), 1, ("cpu",), None, tmp_path, ("python",))
+            with pytest.raises(ConfigError, match=r"port \d+ of 127.0.0.1 is taken"):
+                launch._take_over(settings, None, offer, None, {})
+        assert not list(tmp_path.glob("*journal*"))
+
     def test_a_free_port_is_none_that_others_get_without_asking_for_it(self, monkeypatch):
         assert all(claim_port("127.0.0.1", 0) in place.PORTS for _ in range(20))
         with socket.create_server(("127.0.0.1", claim_port("127.0.0.1", 0))) as taken:

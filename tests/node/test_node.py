@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lsgd.errors import NotTrainedError
+from lsgd.errors import ConfigError, NotTrainedError
 from lsgd.node import node as module
 from lsgd.node.node import DEPOSED_S, SERVE_AGAIN_S
 from lsgd.node.process import Command, Process
@@ -372,6 +372,14 @@ def test_a_worker_that_is_started_again_goes_on_from_its_checkpoint(tmp_path: Pa
         "noneFalse": "resume=",
         "noneTrue": "resume=",
     }
+
+
+def test_a_program_that_cannot_be_started_is_an_error_in_words() -> None:
+    def refuses(process):
+        raise OSError(errno.ENOEXEC, "Exec format error")
+
+    with pytest.raises(ConfigError, match=r"^worker0: worker0 cannot be started: Exec format error; begin it with #!"):
+        World({"server": server, "worker0": refuses})
 
 
 class TestTakingOver:

@@ -218,6 +218,41 @@ def test_a_result_that_always_changes_keeps_nothing_waiting(machine) -> None:
     assert uploads == 2
 
 
+@pytest.mark.parametrize(("change", "arrives"), [(b"{}\n{}\n", True), (b"{", False)])
+def test_a_log_may_grow_while_it_is_uploaded_and_nothing_is_lost_on_the_way(
+    machine, monkeypatch, change, arrives
+) -> None:
+    log, put = machine.writes("metrics.jsonl", "{}\n"), machine.store._fs.put_file
+
+    def put_file(file: str, path: str, **options: Any) -> None:
+        log.write_bytes(change)
+        put(file, path, **options)
+
+    monkeypatch.setattr(machine.store._fs, "put_file", put_file)
+    if arrives:
+        machine.uploads_all()
+        assert machine.store.read("metrics.jsonl") == change
+    else:
+        with pytest.raises(StoreError, match="1 of 3 bytes arrived"):
+            machine.uploads_all()
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_result_that_the_store_does_not_take_holds_up_no_checkpoint(machine, final) -> None:
+    machine.writes("metrics.jsonl", "{}\n")
+    machine.checkpoint(8)
+    machine.store.broken = lambda name: name == "metrics.jsonl" and machine.clock() < 100.0
+
+    def ended() -> bool:
+        return final or machine.clock() > 101.0
+
+    serve(machine.uploads, ended, machine.clock.wait, machine.said.append, machine.clock)
+    assert "the link is cut" in machine.said[0]
+    assert machine.said[1].startswith("the checkpoint of 8 iterations of node0-worker0 is in memory://")
+    assert machine.clock.waits[:2] == [1.0, 1.0], "it goes after one pause, and the result is tried again"
+    assert machine.store.read("metrics.jsonl") == b"{}\n"
+
+
 def test_a_file_deleted_before_its_upload_is_no_failure(machine) -> None:
     path = machine.folder / machine.checkpoint(8)
     machine.store.broken = lambda name: bool(path.unlink(missing_ok=True))
