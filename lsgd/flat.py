@@ -182,18 +182,24 @@ def named_floating_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def describe(model: nn.Module, *, whole: bool = False) -> tuple[str, str]:
-    """Return a digest of the names, shapes and dtypes of all parameters and buffers, and a summary.
+    """Return a digest of the names, shapes, dtypes and memory formats of all parameters and buffers, and a summary.
 
     With ``whole``, the digest is independent of the sharding.
     """
     named = list(model.named_parameters())
-    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}{'' if whole else sharding_of(t)}" for n, t in named]
+    orders = [_order_of(t) for _, t in named]
+    lines = [
+        f"{name} {tuple(t.shape)} {t.dtype} {t.requires_grad}{order}{'' if whole else sharding_of(t)}"
+        for (name, t), order in zip(named, orders, strict=True)
+    ]
     lines += [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in model.named_buffers()]
     count = sum(p.numel() for _, p in named)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for _, p in named})
     sharded = next((f", sharded as {words}" for _, p in named if (words := sharding_of(p))), "")
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-    summary = f"{count:,} parameters in {len(lines)} tensors of {', '.join(dtypes)}{sharded} (digest {digest[:8]})"
+    reordered = f", {n} of them in another memory format" if (n := sum(map(bool, orders))) else ""
+    tensors = f"{len(lines)} tensors of {', '.join(dtypes)}{reordered}{sharded}"
+    summary = f"{count:,} parameters in {tensors} (digest {digest[:8]})"
     return digest, summary
 
 
@@ -220,6 +226,12 @@ def _view(buffer: Tensor, offset: int, like: Tensor, *, apart: bool = True) -> T
     if apart:
         flat = from_dlpack(flat)
     return flat.as_strided(like.shape, _dense_stride(like))
+
+
+def _order_of(parameter: Tensor) -> str:
+    """Return the order of a trained parameter's elements in the flat buffers; empty if it is the usual one."""
+    like = torch.empty_like(local(parameter), device="meta")
+    return f" in memory as {like.stride()}" if parameter.requires_grad and not like.is_contiguous() else ""
 
 
 def _dense_stride(like: Tensor) -> tuple[int, ...]:

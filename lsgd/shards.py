@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
@@ -149,7 +150,8 @@ def _kept(model: nn.Module) -> Iterator[Any]:
 
 
 def local_state(state: Any) -> Any:
-    """Return a nested state with each tensor replaced by its local part."""
+    """Return a nested state with each tensor replaced by its local part, and NumPy's numbers by Python's."""
+    state = _pytree.tree_map_only(np.generic, np.generic.item, state)  # a schedule's, which torch.load refuses
     return _pytree.tree_map_only(Tensor, local, state)
 
 

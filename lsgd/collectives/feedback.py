@@ -19,7 +19,7 @@ class ErrorFeedback:
     """
 
     def __init__(self, numel: int, device: torch.device) -> None:
-        self.residual = torch.zeros(numel, device=device)
+        self.residual = torch.zeros(numel, dtype=torch.float32, device=device)
         self.results: dict[int, Tensor] = {}
         self._next_residual: Tensor | None = None
         self._next_results: dict[int, Tensor] = {}

@@ -285,6 +285,15 @@ def test_a_layer_that_is_frozen_after_the_join_stays_as_it_is() -> None:
         assert {*dict(bench.model.named_parameters())} - {*bench.backward()} == {"first.weight", "first.bias"}
 
 
+def test_a_layer_that_is_frozen_before_the_first_round_is_exchanged_once_it_is_not() -> None:
+    bench = alone()
+    bench.model.first.requires_grad_(False)
+    bench.attend(MEAN)
+    assert not {*bench.backward()} & {"first.weight", "first.bias"}
+    bench.model.first.requires_grad_(True)
+    assert {*bench.backward()} == {*dict(bench.model.named_parameters())}
+
+
 def test_a_layer_that_is_frozen_on_some_workers_only_moves_alike_on_all() -> None:
     def member(group):
         bench = Bench(group)

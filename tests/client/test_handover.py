@@ -105,6 +105,15 @@ def test_tensors_of_any_kind_are_taken_over() -> None:
         assert all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(model, odd(2), strict=True))
 
 
+def test_what_nothing_arrives_for_is_not_written() -> None:
+    """Of tensors that are not contiguous there are copies, and training goes on while a newcomer follows."""
+    teacher, expanded = torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.zeros(1, 4).expand(3, 4)
+    inventory = Inventory([teacher], [expanded], [])
+    teacher.fill_(7.0)
+    inventory.change({})
+    assert teacher.eq(7.0).all()
+
+
 def test_over_a_group_of_torch(tmp_path) -> None:
     models, shared = [[tensor(rank)] for rank in range(3)], [[tensor(3 + rank)] for rank in range(3)]
     round_ = order(1, 2, new=(1, 2))

@@ -319,6 +319,26 @@ def test_means_and_barriers_over_scripts(cluster, arguments) -> None:
     assert all(mean["nan"] != mean["nan"] for mean in one)
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [("--algorithm", "decentralized"), ("--algorithm", "local", "--period", "2", "--delay", "1")],
+    ids=["decentralized", "delayed"],
+)
+def test_rounds_that_come_in_an_evaluation_in_inference_mode_are_as_others(cluster, arguments) -> None:
+    cluster.start("--workers", "2", *arguments)
+
+    def train(index: int, identity: Identity) -> None:
+        script = Script(steps=12, identity=identity)
+        for step in range(12):
+            if step == 4 * (1 + index):
+                with torch.inference_mode():
+                    script.worker.barrier()  # the first to come takes part in rounds until the other one comes
+            script.step(BATCH * (1 + index + step))
+        assert script.worker.finish()
+
+    in_threads(cluster, train)
+
+
 def test_equal_inputs_on_two_workers_are_refused(cluster) -> None:
     cluster.start("--workers", "2", "--algorithm", "local", "--period", "2")
 

@@ -8,6 +8,7 @@ from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.algorithms.bytegrad import ByteGradSettings
 from lsgd.algorithms.gradient import buckets
 from lsgd.algorithms.qsgd import QSGDSettings
+from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.group import Transfer
 from lsgd.errors import ExchangeError
 from lsgd.testing.simulation import simulate
@@ -201,6 +202,17 @@ def test_error_feedback_gets_closer(feedback):
     mean = simulate([1, 1], member)[0]
     error = float((mean - exact)[1::2].abs().mean() / exact[1::2].abs().mean())
     assert error < 0.3 if feedback else error > 0.6
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_residuals_are_float32_whatever_the_default_is(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        feedback = ErrorFeedback(4, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    x = torch.tensor([1.0, 1e-9, 1 + 1e-6, -1.0])
+    assert torch.equal(feedback.added_to(x), x)
 
 
 def test_residuals_in_the_state_dict():

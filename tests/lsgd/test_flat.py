@@ -185,6 +185,15 @@ def test_descriptions_differ_where_models_do() -> None:
     assert "25 parameters in 2 tensors of float32" in describe(wide)[1]
 
 
+def test_another_memory_format_is_another_description_where_buffers_differ() -> None:
+    wide, narrow = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 1)
+    for model, differs in ((wide, True), (narrow, False)):
+        usual = describe(model)
+        other = describe(model.to(memory_format=torch.channels_last))
+        assert (usual[0] != other[0]) is ("2 tensors of float32, 1 of them in another memory format" in other[1])
+        assert (usual[0] != other[0]) is differs
+
+
 def test_only_buffers_with_numbers_to_average_are_exchanged() -> None:
     model = Odd()
     model.register_buffer("table", torch.arange(3))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +56,7 @@ class GradientExchange:
         self._background = Background()
         self._round: ActiveRound | None = None
         self._hooks = [
-            slot.parameter.register_post_accumulate_grad_hook(self._hook(index, slot))  # type: ignore[no-untyped-call]
-            for index, slot in enumerate(flat.slots)
+            _after_accumulation(slot.parameter, self._hook(index, slot)) for index, slot in enumerate(flat.slots)
         ]
 
     def arm(self, active: ActiveRound | None) -> None:
@@ -199,6 +199,15 @@ class GradientExchange:
                     slot.parameter.grad = self._views[index]
             else:
                 self._settle(index, slot.parameter, slot.name)
+
+
+def _after_accumulation(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
+    """Call a hook with each complete gradient; also of a parameter that is frozen just now, where torch refuses it."""
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(trained)
+    return handle
 
 
 def _at_end(call: Callable[[], None]) -> None:

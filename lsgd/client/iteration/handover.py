@@ -153,8 +153,9 @@ class Inventory:
         """Give chunks other bytes."""
         for number, data in changes.items():
             self.chunks[number].data.copy_(data)
+        changed = {self.chunks[number].data.untyped_storage().data_ptr() for number in changes}
         for tensor, row in zip(self._tensors, self._rows, strict=True):
-            if tensor.data_ptr() != row.data_ptr():
+            if tensor.data_ptr() != row.data_ptr() and row.untyped_storage().data_ptr() in changed:
                 tensor.detach().copy_(row)
 
 

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -263,7 +264,13 @@ class Replica:
             x.copy_(common)
         for data in states:
             stream = io.BytesIO(data.numpy().tobytes())
-            loaded, scales = torch.load(stream, map_location=self.device, weights_only=True)
+            try:
+                loaded, scales = torch.load(stream, map_location=self.device, weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise LsgdError(
+                    f"an optimizer's state has something that is neither a tensor nor a number, so another worker "
+                    f"cannot take it over; keep it elsewhere: {str(error).splitlines()[0]}"
+                ) from None
             for optimizer, state in zip(self.optimizers, loaded, strict=True):
                 load_optimizer(optimizer, state)
             for name, scaler in self._scalers().items():

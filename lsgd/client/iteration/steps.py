@@ -123,6 +123,7 @@ class Steps:
             f"with `for batch in worker.batches(loader)`, call begin_step() and end_step(), or use lsgd.wrap"
         )
 
+    @torch.inference_mode(False)  # it is called in evaluations, and the tensors of a round outlive it
     def meet(self, numbers: dict[str, float]) -> dict[str, float]:
         """Return the means over all workers, once all have made this call, between two iterations.
 
