@@ -4,7 +4,9 @@ import json
 import math
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import date
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -23,7 +25,7 @@ from lsgd.client.control.island import Island
 from lsgd.client.iteration import chunks, following, handover
 from lsgd.client.iteration.replica import Replica, wide
 from lsgd.client.iteration.rounds import Rounds
-from lsgd.errors import EvictedError, ExchangeError, ServerLostError
+from lsgd.errors import EvictedError, ExchangeError, LsgdError, ServerLostError
 from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan, table_of
 from lsgd.plan.run import RunSettings
@@ -122,6 +124,17 @@ class Members:
 
     def values(self, name: str) -> list[float]:
         return [float(model.state_dict()[name].flatten()[0]) for model in self.models]
+
+
+def test_a_state_that_nobody_can_take_over_is_an_error_in_words(switchboard) -> None:
+    members = Members(switchboard, 1)
+    replica, optimizer = members.replicas[0], members.optimizers[0]
+    optimizer.param_groups[0]["lr"] = np.float64(0.05)  # of a schedule by NumPy
+    replica.take_over([replica.optimizer_bytes()])
+    assert type(optimizer.param_groups[0]["lr"]) is float
+    optimizer.param_groups[0]["since"] = date(2026, 1, 1)
+    with pytest.raises(LsgdError, match="neither a tensor nor a number, so another worker cannot take it over"):
+        replica.take_over([replica.optimizer_bytes()])
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

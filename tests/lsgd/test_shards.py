@@ -1,9 +1,7 @@
 """Models that FSDP2 shards, here over one process: what is refused, flat buffers, and states."""
 
-import io
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,16 +13,6 @@ from lsgd.client.control.island import Island, island_of
 from lsgd.errors import ConfigError, DetachedError
 from lsgd.flat import FlatParameters, describe
 from lsgd.shards import full_state_dict, is_sharded, load_optimizer, local, local_state, mesh_of, shards
-
-
-def test_a_learning_rate_of_numpy_is_taken_over() -> None:
-    """``torch.load`` refuses its numbers, and the functions of schedules return them."""
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    optimizer.param_groups[0]["lr"] = np.float64(0.05)
-    file = io.BytesIO()
-    torch.save(local_state(optimizer.state_dict()), file)
-    loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    assert loaded["param_groups"][0]["lr"] == 0.05
 
 
 @pytest.fixture(scope="module")
