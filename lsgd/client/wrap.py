@@ -120,9 +120,15 @@ class WrappedWorker(Worker):
         """Count the batches that are drawn by now as trained on; checkpoints of the next round count no others."""
         self._checkpoints.note_positions()
 
-    def drop_gradients(self) -> None:
-        """Drop the gradients, so that a step changes nothing."""
-        self._replica.drop_gradients()
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop an optimizer's gradients, so that its step changes nothing."""
+        self._replica.drop_gradients(optimizer)
+
+    @property
+    def skips(self) -> bool:
+        """Whether all members skip the step under way, because a gradient is not finite."""
+        active = self._steps.rounds.active
+        return active is not None and active.skipped
 
     @property
     def exchanges_gradients(self) -> bool:
@@ -198,6 +204,8 @@ class _Hooks:
 
     def _next_step(self, worker: WrappedWorker) -> None:
         """Begin an iteration, or its next micro-batch; with several optimizers a pass may be for the next of them."""
+        if worker.skips:  # which ends the iteration, though a GradScaler has not let all optimizers step
+            self._stepped.clear()
         if self._stepped:
             self._warn_of_missing(worker)
             return
@@ -237,8 +245,10 @@ class _Hooks:
         if not worker.stopped:
             return None
         self._say_over(worker)
-        worker.drop_gradients()
-        return None if closure is None else with_closure(partial(_without_gradients, worker, closure), args, kwargs)
+        worker.drop_gradients(optimizer)
+        if closure is None:
+            return None
+        return with_closure(partial(_without_gradients, worker, optimizer, closure), args, kwargs)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._inside = False
@@ -285,10 +295,10 @@ class _Hooks:
             )
 
 
-def _without_gradients(worker: WrappedWorker, closure: Callable[[], T]) -> T:
-    """Return the loss that a closure computes, and drop its gradients."""
+def _without_gradients(worker: WrappedWorker, optimizer: torch.optim.Optimizer, closure: Callable[[], T]) -> T:
+    """Return the loss that a closure computes, and drop the optimizer's gradients."""
     loss = closure()
-    worker.drop_gradients()
+    worker.drop_gradients(optimizer)
     return loss
 
 

@@ -4,7 +4,7 @@ import itertools
 import logging
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from types import SimpleNamespace
@@ -269,6 +269,49 @@ def test_after_the_end_closures_and_forward_passes_change_nothing(cluster, monke
     for name, x in model.state_dict().items():
         assert torch.equal(x, states[3][name]), name
     assert not torch.equal(states[3]["0.running_mean"], states[1]["0.running_mean"])
+    assert worker.finish()
+
+
+def scaled_step(model: WithLoss, optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(model(BATCH)[1]).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("arguments", ALGORITHMS)
+def test_after_the_end_a_scaler_steps_two_optimizers_which_change_nothing(cluster, monkeypatch, arguments) -> None:
+    join_here(cluster, monkeypatch, *arguments, "--iterations", "3")
+    model, scaler = WithLoss(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    both = [torch.optim.AdamW(model.inner[index].parameters(), lr=0.05) for index in (0, 2)]
+    worker = lsgd.wrap(model, both, steps=6)
+    states = []
+    for _ in range(6):
+        scaled_step(model, both, scaler)
+        states.append({name: x.clone() for name, x in model.state_dict().items()})
+    assert worker.stopped and worker.iterations == 3 and worker.finish()
+    for name, x in model.state_dict().items():
+        assert not torch.equal(states[1][name], states[2][name])
+        assert all(torch.equal(state[name], x) for state in states[3:]), name
+
+
+@pytest.mark.parametrize("overflows", [0, 1], ids=["first", "last"])
+def test_of_two_optimizers_one_overflows_and_the_scaler_skips_only_that(cluster, monkeypatch, overflows) -> None:
+    join_here(cluster, monkeypatch, "--algorithm", "allreduce")
+    model, scaler = WithLoss(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    both = [torch.optim.SGD(model.inner[index].parameters(), lr=0.05) for index in (0, 2)]
+    worker = lsgd.wrap(model, both, steps=5)
+    made = []
+    for turn in range(6):
+        before = [p.clone() for p in model.parameters()]
+        overflow = model.inner[2 * overflows].weight.register_hook(lambda g, turn=turn: g / (turn != 2))
+        scaled_step(model, both, scaler)
+        overflow.remove()
+        same = [torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+        assert all(same) if turn == 2 else not any(same)
+        made.append(worker.iterations)
+    assert made == [1, 2, 2, 3, 4, 5] and scaler.get_scale() == 2.0
     assert worker.finish()
 
 
