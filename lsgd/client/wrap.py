@@ -58,7 +58,7 @@ def wrap(
         optimizer: as there. Of several optimizers each steps once in an iteration.
         steps: optimizer steps of the script's own loop. The run has those of all workers, if the plan has no length.
         step: where that loop begins, if the script has resumed by itself; ``worker.step`` is where it is to begin.
-        accumulate: micro-batches before a step; only algorithms that exchange gradients need to know.
+        accumulate: micro-batches before each step; only algorithms that exchange gradients need to know.
         options: others of :meth:`Worker.join`.
 
     Raises:
@@ -134,6 +134,11 @@ class WrappedWorker(Worker):
     def exchanges_gradients(self) -> bool:
         """Whether backward passes exchange gradients."""
         return isinstance(self._replica.algorithm, GradientAlgorithm)
+
+    @property
+    def has_exchanged(self) -> bool:
+        """Whether the gradients of the step under way are exchanged: a backward pass inside no_sync() does not."""
+        return self.exchanges_gradients and not self._steps.rounds.pending
 
 
 class _Hooks:
@@ -234,6 +239,8 @@ class _Hooks:
         worker, closure, self._inside = self.worker, closure_in(args, kwargs), True
         if worker is None:
             return None
+        if self._begun and closure is None and not worker.stopped:
+            self._check_accumulation(worker)
         if not self._begun and not worker.stopped:  # the forward pass did not call the model
             if worker.exchanges_gradients and closure is None:
                 raise LsgdError(
@@ -249,6 +256,16 @@ class _Hooks:
         if closure is None:
             return None
         return with_closure(partial(_without_gradients, worker, optimizer, closure), args, kwargs)
+
+    def _check_accumulation(self, worker: WrappedWorker) -> None:
+        """Raise a LsgdError if the last backward pass did not exchange gradients: micro-batches are left over."""
+        if self._passes % self._accumulate and worker.exchanges_gradients:
+            raise LsgdError(
+                f"{worker.name}: optimizer.step() after {self._passes} forward passes, but with accumulate="
+                f"{self._accumulate} one backward pass in {self._accumulate} exchanges gradients: let each epoch have "
+                f"a multiple of {self._accumulate} batches; or leave out accumulate, and put all backward passes but "
+                f"a step's last one into `with worker.no_sync():`"
+            )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._inside = False
@@ -286,7 +303,7 @@ class _Hooks:
             )
 
     def _warn_of_exchanges(self, worker: WrappedWorker) -> None:
-        if self._accumulate == 1 and self._passes > 1 and worker.exchanges_gradients:
+        if self._accumulate == 1 and self._passes > 1 and worker.has_exchanged:
             self._say(
                 "accumulates",
                 "%s: gradients are exchanged in every micro-batch; to exchange once in a step of N, pass "

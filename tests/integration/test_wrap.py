@@ -6,6 +6,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -175,6 +176,33 @@ def test_micro_batches_that_are_all_exchanged_are_said_once(cluster, monkeypatch
             script.step(micro_batches=3)
     assert sum("pass accumulate=N to lsgd.wrap" in message for message in caplog.messages) == 1
     assert script.worker.finish() and script.worker.iterations == 4
+
+
+@pytest.mark.parametrize("left_over", [2, 6], ids=["stepped", "carried over"])
+def test_batches_left_over_by_accumulate_cannot_be_exchanged(cluster, monkeypatch, left_over) -> None:
+    join_here(cluster, monkeypatch, "--algorithm", "allreduce")
+    script = Script(steps=3, accumulate=4)
+    script.step(micro_batches=4)
+    message = f"after {left_over} forward passes, but with accumulate=4 one backward pass in 4 .* a multiple of 4 batch"
+    with pytest.raises(LsgdError, match=message):
+        script.step(micro_batches=left_over)
+    script.worker.fails(RuntimeError())
+
+
+def test_steps_of_any_length_exchange_once_with_no_sync(cluster, monkeypatch, caplog) -> None:
+    join_here(cluster, monkeypatch, "--algorithm", "allreduce")
+    script = Script(steps=4)
+    with caplog.at_level(logging.WARNING, logger="lsgd"):
+        for micro_batches in (4, 4, 2, 4):
+            for left in reversed(range(micro_batches)):
+                _, loss = script.model(BATCH)
+                with script.worker.no_sync() if left else nullcontext():
+                    loss.backward()
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+    assert script.worker.iterations == script.worker.status()["rounds_global"] == 4
+    assert not caplog.messages
+    assert script.worker.finish()
 
 
 def test_schedulers_closures_and_compiled_models_work(cluster, monkeypatch) -> None:
