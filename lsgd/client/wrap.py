@@ -88,6 +88,10 @@ class WrappedWorker(Worker):
         self.hooks.reports = False
         super().report(loss)
 
+    def probe(self, evaluate: Callable[[], Tensor | float]) -> None:
+        """Register :meth:`Worker.probe`, whose forward passes are no evaluation of the script's."""
+        super().probe(partial(self.hooks.aside, evaluate))
+
     def batches(self, loader: Iterable[T]) -> loaders.Pass[T]:
         """Return :meth:`Worker.batches`, whose steps replace those of the hooks."""
         self.hooks.close()
@@ -156,7 +160,7 @@ class _Hooks:
         self._begun = False  # a step of the worker
         self._stepped: set[torch.optim.Optimizer] = set()  # in this iteration
         self._made = False  # an iteration
-        self._inside = False  # an optimizer's step, which may evaluate a closure
+        self._inside = False  # an optimizer's step, which may evaluate a closure; or a probe
         self._passes = 0  # forward passes since the optimizers stepped
         self._without = 0  # forward passes without gradients, one after the other
         self._buffers: list[Tensor] = []  # copies of the model's before a forward pass after the end of the run
@@ -181,6 +185,14 @@ class _Hooks:
         self._muted.close()
         for hook in self._removable:
             hook.remove()
+
+    def aside(self, evaluate: Callable[[], T]) -> T:
+        """Return what a probe evaluates, inside a request to the servers, in which the worker cannot step aside."""
+        before, self._inside = self._inside, True
+        try:
+            return evaluate()
+        finally:
+            self._inside = before
 
     # -- the model's -------------------------------------------------------------------------------------------
 

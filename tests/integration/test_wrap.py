@@ -150,6 +150,22 @@ def test_a_pass_without_gradients_inside_an_iteration_is_no_evaluation(script) -
     assert script.state() == "live"
 
 
+def test_a_probe_of_two_passes_is_no_evaluation(cluster, monkeypatch) -> None:
+    join_here(cluster, monkeypatch, "--election", "probe", "--period", "2", "--local-period", "2")
+    script, probed = Script(steps=6), 0
+
+    def probe() -> Tensor:
+        nonlocal probed
+        probed += 1
+        return script.model(BATCH)[1] + script.model(2 * BATCH)[1]
+
+    script.worker.probe(probe)
+    for _ in range(6):
+        script.step()
+        assert script.state() == "live"
+    assert probed > 1 and script.worker.finish() and script.worker.iterations == 6
+
+
 def test_a_forward_that_does_not_pass_the_hooks_begins_in_the_step(script) -> None:
     for _ in range(3):
         script.model.forward(BATCH)[1].backward()
