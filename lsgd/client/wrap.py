@@ -58,7 +58,7 @@ def wrap(
         optimizer: as there. Of several optimizers each steps once in an iteration.
         steps: optimizer steps of the script's own loop. The run has those of all workers, if the plan has no length.
         step: where that loop begins, if the script has resumed by itself; ``worker.step`` is where it is to begin.
-        accumulate: micro-batches before a step; only algorithms that exchange gradients need to know.
+        accumulate: micro-batches before each step; only algorithms that exchange gradients need to know.
         options: others of :meth:`Worker.join`.
 
     Raises:
@@ -87,6 +87,10 @@ class WrappedWorker(Worker):
         """Record the loss of a batch, from now on instead of what the model returns."""
         self.hooks.reports = False
         super().report(loss)
+
+    def probe(self, evaluate: Callable[[], Tensor | float]) -> None:
+        """Register :meth:`Worker.probe`, whose forward passes are no evaluation of the script's."""
+        super().probe(partial(self.hooks.aside, evaluate))
 
     def batches(self, loader: Iterable[T]) -> loaders.Pass[T]:
         """Return :meth:`Worker.batches`, whose steps replace those of the hooks."""
@@ -120,14 +124,25 @@ class WrappedWorker(Worker):
         """Count the batches that are drawn by now as trained on; checkpoints of the next round count no others."""
         self._checkpoints.note_positions()
 
-    def drop_gradients(self) -> None:
-        """Drop the gradients, so that a step changes nothing."""
-        self._replica.drop_gradients()
+    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Drop an optimizer's gradients, so that its step changes nothing."""
+        self._replica.drop_gradients(optimizer)
+
+    @property
+    def skips(self) -> bool:
+        """Whether all members skip the step under way, because a gradient is not finite."""
+        active = self._steps.rounds.active
+        return active is not None and active.skipped
 
     @property
     def exchanges_gradients(self) -> bool:
         """Whether backward passes exchange gradients."""
         return isinstance(self._replica.algorithm, GradientAlgorithm)
+
+    @property
+    def has_exchanged(self) -> bool:
+        """Whether the gradients of the step under way are exchanged: a backward pass inside no_sync() does not."""
+        return self.exchanges_gradients and not self._steps.rounds.pending
 
 
 class _Hooks:
@@ -145,7 +160,7 @@ class _Hooks:
         self._begun = False  # a step of the worker
         self._stepped: set[torch.optim.Optimizer] = set()  # in this iteration
         self._made = False  # an iteration
-        self._inside = False  # an optimizer's step, which may evaluate a closure
+        self._inside = False  # an optimizer's step, which may evaluate a closure; or a probe
         self._passes = 0  # forward passes since the optimizers stepped
         self._without = 0  # forward passes without gradients, one after the other
         self._buffers: list[Tensor] = []  # copies of the model's before a forward pass after the end of the run
@@ -170,6 +185,14 @@ class _Hooks:
         self._muted.close()
         for hook in self._removable:
             hook.remove()
+
+    def aside(self, evaluate: Callable[[], T]) -> T:
+        """Return what a probe evaluates, inside a request to the servers, in which the worker cannot step aside."""
+        before, self._inside = self._inside, True
+        try:
+            return evaluate()
+        finally:
+            self._inside = before
 
     # -- the model's -------------------------------------------------------------------------------------------
 
@@ -198,6 +221,8 @@ class _Hooks:
 
     def _next_step(self, worker: WrappedWorker) -> None:
         """Begin an iteration, or its next micro-batch; with several optimizers a pass may be for the next of them."""
+        if worker.skips:  # which ends the iteration, though a GradScaler has not let all optimizers step
+            self._stepped.clear()
         if self._stepped:
             self._warn_of_missing(worker)
             return
@@ -226,6 +251,8 @@ class _Hooks:
         worker, closure, self._inside = self.worker, closure_in(args, kwargs), True
         if worker is None:
             return None
+        if self._begun and closure is None and not worker.stopped:
+            self._check_accumulation(worker)
         if not self._begun and not worker.stopped:  # the forward pass did not call the model
             if worker.exchanges_gradients and closure is None:
                 raise LsgdError(
@@ -237,8 +264,20 @@ class _Hooks:
         if not worker.stopped:
             return None
         self._say_over(worker)
-        worker.drop_gradients()
-        return None if closure is None else with_closure(partial(_without_gradients, worker, closure), args, kwargs)
+        worker.drop_gradients(optimizer)
+        if closure is None:
+            return None
+        return with_closure(partial(_without_gradients, worker, optimizer, closure), args, kwargs)
+
+    def _check_accumulation(self, worker: WrappedWorker) -> None:
+        """Raise a LsgdError if the last backward pass did not exchange gradients: micro-batches are left over."""
+        if self._passes % self._accumulate and worker.exchanges_gradients:
+            raise LsgdError(
+                f"{worker.name}: optimizer.step() after {self._passes} forward passes, but with accumulate="
+                f"{self._accumulate} one backward pass in {self._accumulate} exchanges gradients: let each epoch have "
+                f"a multiple of {self._accumulate} batches; or leave out accumulate, and put all backward passes but "
+                f"a step's last one into `with worker.no_sync():`"
+            )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._inside = False
@@ -276,7 +315,7 @@ class _Hooks:
             )
 
     def _warn_of_exchanges(self, worker: WrappedWorker) -> None:
-        if self._accumulate == 1 and self._passes > 1 and worker.exchanges_gradients:
+        if self._accumulate == 1 and self._passes > 1 and worker.has_exchanged:
             self._say(
                 "accumulates",
                 "%s: gradients are exchanged in every micro-batch; to exchange once in a step of N, pass "
@@ -285,10 +324,10 @@ class _Hooks:
             )
 
 
-def _without_gradients(worker: WrappedWorker, closure: Callable[[], T]) -> T:
-    """Return the loss that a closure computes, and drop its gradients."""
+def _without_gradients(worker: WrappedWorker, optimizer: torch.optim.Optimizer, closure: Callable[[], T]) -> T:
+    """Return the loss that a closure computes, and drop the optimizer's gradients."""
     loss = closure()
-    worker.drop_gradients()
+    worker.drop_gradients(optimizer)
     return loss
 
 

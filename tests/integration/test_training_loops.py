@@ -354,3 +354,31 @@ def test_with_two_optimizers_a_gradient_that_is_not_finite_is_no_iteration(clust
         train(worker, model, step, turns=6)
     assert worker.iterations == 5
     assert made(cluster.status()) == 5
+
+
+@pytest.mark.parametrize("overflows", [0, 2], ids=["first", "last"])
+def test_of_two_optimizers_the_grad_scaler_skips_the_one_that_overflows(cluster, monkeypatch, overflows) -> None:
+    cluster.start("--workers", "1", "--algorithm", "allreduce")
+    monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
+    model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizers = [torch.optim.SGD(model[index].parameters(), lr=0.05) for index in (0, 2)]
+    turns = 0
+
+    def step(loss, *_):
+        nonlocal turns
+        turns += 1
+        before = [p.clone() for p in model.parameters()]
+        overflow = model[overflows].weight.register_hook(lambda gradient: gradient / (turns != 3))
+        scaler.scale(loss).backward()
+        overflow.remove()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+        same = [torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+        assert all(same) if turns == 3 else not any(same)
+
+    with Worker.join(model, optimizers) as worker:
+        train(worker, model, step, turns=6)
+    assert worker.iterations == 5 and scaler.get_scale() == 2.0
+    assert made(cluster.status()) == 5

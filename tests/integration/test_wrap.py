@@ -4,8 +4,9 @@ import itertools
 import logging
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -149,6 +150,22 @@ def test_a_pass_without_gradients_inside_an_iteration_is_no_evaluation(script) -
     assert script.state() == "live"
 
 
+def test_a_probe_of_two_passes_is_no_evaluation(cluster, monkeypatch) -> None:
+    join_here(cluster, monkeypatch, "--election", "probe", "--period", "2", "--local-period", "2")
+    script, probed = Script(steps=6), 0
+
+    def probe() -> Tensor:
+        nonlocal probed
+        probed += 1
+        return script.model(BATCH)[1] + script.model(2 * BATCH)[1]
+
+    script.worker.probe(probe)
+    for _ in range(6):
+        script.step()
+        assert script.state() == "live"
+    assert probed > 1 and script.worker.finish() and script.worker.iterations == 6
+
+
 def test_a_forward_that_does_not_pass_the_hooks_begins_in_the_step(script) -> None:
     for _ in range(3):
         script.model.forward(BATCH)[1].backward()
@@ -175,6 +192,33 @@ def test_micro_batches_that_are_all_exchanged_are_said_once(cluster, monkeypatch
             script.step(micro_batches=3)
     assert sum("pass accumulate=N to lsgd.wrap" in message for message in caplog.messages) == 1
     assert script.worker.finish() and script.worker.iterations == 4
+
+
+@pytest.mark.parametrize("left_over", [2, 6], ids=["stepped", "carried over"])
+def test_batches_left_over_by_accumulate_cannot_be_exchanged(cluster, monkeypatch, left_over) -> None:
+    join_here(cluster, monkeypatch, "--algorithm", "allreduce")
+    script = Script(steps=3, accumulate=4)
+    script.step(micro_batches=4)
+    message = f"after {left_over} forward passes, but with accumulate=4 one backward pass in 4 .* a multiple of 4 batch"
+    with pytest.raises(LsgdError, match=message):
+        script.step(micro_batches=left_over)
+    script.worker.fails(RuntimeError())
+
+
+def test_steps_of_any_length_exchange_once_with_no_sync(cluster, monkeypatch, caplog) -> None:
+    join_here(cluster, monkeypatch, "--algorithm", "allreduce")
+    script = Script(steps=4)
+    with caplog.at_level(logging.WARNING, logger="lsgd"):
+        for micro_batches in (4, 4, 2, 4):
+            for left in reversed(range(micro_batches)):
+                _, loss = script.model(BATCH)
+                with script.worker.no_sync() if left else nullcontext():
+                    loss.backward()
+            script.optimizer.step()
+            script.optimizer.zero_grad()
+    assert script.worker.iterations == script.worker.status()["rounds_global"] == 4
+    assert not caplog.messages
+    assert script.worker.finish()
 
 
 def test_schedulers_closures_and_compiled_models_work(cluster, monkeypatch) -> None:
@@ -269,6 +313,49 @@ def test_after_the_end_closures_and_forward_passes_change_nothing(cluster, monke
     for name, x in model.state_dict().items():
         assert torch.equal(x, states[3][name]), name
     assert not torch.equal(states[3]["0.running_mean"], states[1]["0.running_mean"])
+    assert worker.finish()
+
+
+def scaled_step(model: WithLoss, optimizers: Sequence[torch.optim.Optimizer], scaler: torch.amp.GradScaler) -> None:
+    scaler.scale(model(BATCH)[1]).backward()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    model.zero_grad()
+
+
+@pytest.mark.parametrize("arguments", ALGORITHMS)
+def test_after_the_end_a_scaler_steps_two_optimizers_which_change_nothing(cluster, monkeypatch, arguments) -> None:
+    join_here(cluster, monkeypatch, *arguments, "--iterations", "3")
+    model, scaler = WithLoss(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    both = [torch.optim.AdamW(model.inner[index].parameters(), lr=0.05) for index in (0, 2)]
+    worker = lsgd.wrap(model, both, steps=6)
+    states = []
+    for _ in range(6):
+        scaled_step(model, both, scaler)
+        states.append({name: x.clone() for name, x in model.state_dict().items()})
+    assert worker.stopped and worker.iterations == 3 and worker.finish()
+    for name, x in model.state_dict().items():
+        assert not torch.equal(states[1][name], states[2][name])
+        assert all(torch.equal(state[name], x) for state in states[3:]), name
+
+
+@pytest.mark.parametrize("overflows", [0, 1], ids=["first", "last"])
+def test_of_two_optimizers_one_overflows_and_the_scaler_skips_only_that(cluster, monkeypatch, overflows) -> None:
+    join_here(cluster, monkeypatch, "--algorithm", "allreduce")
+    model, scaler = WithLoss(), torch.amp.GradScaler("cpu", init_scale=4.0)
+    both = [torch.optim.SGD(model.inner[index].parameters(), lr=0.05) for index in (0, 2)]
+    worker = lsgd.wrap(model, both, steps=5)
+    made = []
+    for turn in range(6):
+        before = [p.clone() for p in model.parameters()]
+        overflow = model.inner[2 * overflows].weight.register_hook(lambda g, turn=turn: g / (turn != 2))
+        scaled_step(model, both, scaler)
+        overflow.remove()
+        same = [torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+        assert all(same) if turn == 2 else not any(same)
+        made.append(worker.iterations)
+    assert made == [1, 2, 2, 3, 4, 5] and scaler.get_scale() == 2.0
     assert worker.finish()
 
 

@@ -140,10 +140,14 @@ class Replica:
             self.algorithm.load_state_dict(self.algorithm.state_dict() | moved)  # the checkpoint may lack some entries
         return fresh
 
-    def drop_gradients(self) -> None:
-        """Drop the gradients, so that an optimizer's step changes nothing."""
-        for slot in self.flat.slots:
-            slot.parameter.grad = None
+    def drop_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Drop all gradients, or an optimizer's, so that its step changes nothing: a GradScaler looks at the others."""
+        if optimizer is None:
+            parameters = [slot.parameter for slot in self.flat.slots]
+        else:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            parameter.grad = None
 
     @torch.no_grad()
     def leader_state_dict(self) -> dict[str, Tensor] | None:

@@ -310,8 +310,10 @@ class Rounds:
         if self.gradients is not None:
             self.gradients.arm(self.active if begun else None)
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Before an optimizer's step, complete the round, or skip the step if the exchanged values are non-finite.
+
+        A skipped step drops the gradients of its ``optimizer``; None: of all.
 
         Raises:
             LsgdError: the algorithm exchanges gradients, but no backward pass did.
@@ -323,7 +325,7 @@ class Rounds:
             if not active.skipped:
                 logger.warning("%s: a member's gradient is non-finite; all members skip this step", self._who[0])
             active.skipped = True
-            self._replica.drop_gradients()
+            self._replica.drop_gradients(optimizer)
         if not active.pending:
             return
         if self.gradients is not None:

@@ -228,7 +228,7 @@ class Steps:
             )
         closure = closure_in(args, kwargs)
         if closure is None or self.rounds.gradients is None:
-            self.rounds.before_step()
+            self.rounds.before_step(optimizer)
             return None
         return with_closure(self._evaluated_once(optimizer, closure), args, kwargs)
 
@@ -246,7 +246,7 @@ class Steps:
                 )
             evaluated = True
             loss = closure()
-            self.rounds.before_step()
+            self.rounds.before_step(optimizer)
             return loss
 
         return evaluate
