@@ -86,19 +86,24 @@ def measure(numel: int, train: Callable[[Plan, int, Path], None], folder: Path, 
 def read(file: Path, cases: Mapping[str, AlgorithmSettings]) -> dict[str, tuple[int, int]]:
     """Return the bytes of each case: the least that was resident between two iterations, and the most that two reached.
 
-    Of the worker that has more. The first two lines of a phase are not counted: they have what the phase before has
-    left, such as the gradients in its buffers until the first backward pass.
+    Of the worker that has more; one that was slower in a phase may have made hardly any of its iterations. The first
+    two lines of a phase are not counted: they have what the phase before has left, such as the gradients in its
+    buffers until the first backward pass.
     """
+    names = {settings: name for name, settings in cases.items()}
     found: dict[str, tuple[int, int]] = {}
     for rank in range(WORKERS):
         lines = [json.loads(line) for line in file.with_suffix(f".{rank}").read_text().splitlines()]
-        phases: Sequence[tuple[Any, list[Any]]] = [(t, list(each)) for t, each in groupby(lines, lambda line: line[0])]
-        for (name, settings), (noted, each) in zip(cases.items(), phases, strict=True):
-            assert algorithm_of(noted, "a note").name == settings.name
+        for noted, group in groupby(lines, lambda line: line[0]):
+            each = list(group)
+            if len(each) < ITERATIONS:
+                continue
+            name = names[algorithm_of(noted, "a note")]
             kept = min(now for _, now, _ in each[2:])
             *_, peak, _ = sorted(peak for _, _, peak in each[2:])  # a single one may be chance
             before = found.get(name, (kept, peak))
             found[name] = max(kept, before[0]), max(peak, before[1])
+    assert found.keys() == cases.keys(), "one worker makes at least half of the iterations of a phase"
     return found
 
 

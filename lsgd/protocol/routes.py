@@ -16,3 +16,14 @@ def address_towards(host: str) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # a datagram socket sends nothing here; it only asks for the route
         return str(probe.getsockname()[0])
+
+
+def has_address(address: str) -> bool:
+    """Return whether a numeric address is one of this machine."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

@@ -1,5 +1,6 @@
 """The probe of a generation's links: real sockets, members as threads, and the server's own rendezvous."""
 
+import asyncio
 import json
 import math
 import os
@@ -9,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lsgd.algorithms.leader import LeaderSettings
+from lsgd.client.groups.form import form
 from lsgd.client.groups.reach import (
     MAX_CALLS,
     MESSAGE_NBYTES,
@@ -20,11 +23,12 @@ from lsgd.client.groups.reach import (
     missed_nodes,
     probe,
 )
-from lsgd.client.groups.routes import Endpoint, listening
+from lsgd.client.groups.routes import Endpoint, listening, until_it_greets
 from lsgd.client.groups.store import ServerStore
 from lsgd.errors import BrokenLinksError, ExchangeError
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
+from lsgd.protocol.credentials import new_greeting
 
 from .bench import Switchboard, generation, together
 
@@ -167,6 +171,37 @@ def test_an_address_that_is_not_of_this_machine_is_an_exchange_error() -> None:
         listening("192.0.2.1"),
     ):
         pass
+
+
+def test_a_machine_whose_address_has_changed_is_reached_at_the_new_one(switchboard) -> None:
+    members = [switchboard.member(name) for name in NAMES[:2]]
+    gone = replace(members[0].join, address="203.0.113.9")
+    members[0] = replace(members[0], join=gone, towards="tcp://127.0.0.1:47400")
+
+    def work(rank: int) -> list[float]:
+        assert probe(generation(1, 1), members[rank]) == ()
+        group, x = form(generation(1, 1), members[rank]), torch.ones(3)
+        group.all_reduce(x).wait()
+        group.close()
+        return x.tolist()
+
+    assert together(work, range(2)) == [[2.0] * 3] * 2
+
+
+def test_a_relay_with_a_name_is_reached_though_the_name_has_an_ipv6_address_too(monkeypatch) -> None:
+    def greet() -> None:
+        with relay.accept()[0] as connection:
+            connection.sendall(new_greeting())
+
+    with socket.create_server(("127.0.0.1", 0)) as relay:
+        port = relay.getsockname()[1]
+        six = socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", port, 0, 0)
+        four = socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [six, four])
+        with ThreadPoolExecutor(1) as pool:
+            greets = pool.submit(greet)
+            asyncio.run(asyncio.wait_for(until_it_greets(f"tcp://gpu.example.org:{port}"), 60))
+            greets.result()
 
 
 def test_members_that_reach_each_other_find_nothing(switchboard) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from lsgd.client.control.closing import on_error
 from lsgd.client.groups import mesh, tcp_group
 from lsgd.client.groups.base import INSIDE_PATIENCE
 from lsgd.client.groups.tcp_group import RELAYED_PIECES, TcpGroup, relayed_numels
@@ -16,6 +17,7 @@ from lsgd.collectives.composed import PIECE_NBYTES
 from lsgd.errors import ExchangeError
 
 from ..integration.running import until
+from .bench import CERTIFICATE
 from .meshes import Clock, Network, all_at_once, clock, members
 
 __all__ = ["clock"]
@@ -36,19 +38,23 @@ LARGE = torch.arange(8_000_000)
 """Takes 2,000 s on such a network."""
 
 
-def test_the_deadline_is_for_silence_and_not_for_work(clock, caplog) -> None:
+@pytest.mark.parametrize("certificate", [b"", CERTIFICATE], ids=["plain", "tls"])
+def test_the_deadline_is_for_silence_and_not_for_work(clock, caplog, certificate) -> None:
     """And what takes long says how far it is."""
     network, begun_at = slow_network(clock), clock.now
-    groups, _ = members(2, [b""] * 2, timeout_s=900.0, routes=network.routes)
+    groups, _ = members(2, [certificate] * 2, timeout_s=100.0, routes=network.routes)  # a piece takes 130 s
 
     def work(group: TcpGroup) -> bool:
         received = torch.zeros_like(LARGE)
-        group.exchange(*(({1: LARGE}, {}) if group.rank == 0 else ({}, {0: received})))
+        with on_error(lambda: [each.cut() for each in groups]):  # the other one moves no clock alone
+            group.exchange(*(({1: LARGE}, {}) if group.rank == 0 else ({}, {0: received})))
         return group.rank == 0 or received.equal(LARGE)
 
-    with caplog.at_level(logging.INFO, logger="lsgd"):
-        assert all_at_once(groups, work) == [True, True]
-    network.close()
+    try:
+        with caplog.at_level(logging.INFO, logger="lsgd"):
+            assert all_at_once(groups, work) == [True, True]
+    finally:
+        network.close()
     assert clock.now - begun_at > 2 * 900.0
     said = r"exchange with node0/worker0: [\d.]+ of [\d.]+ MB with node0/worker0 at [\d.]+ Mbit/s, about \d+ s left"
     assert re.search(said, caplog.text)

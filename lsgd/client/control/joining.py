@@ -30,6 +30,7 @@ from lsgd.protocol.messages import (
     worker_name,
 )
 from lsgd.protocol.processes import pid_namespace
+from lsgd.protocol.routes import has_address
 from lsgd.protocol.sockets import DEFAULT_PORT
 
 logger = logging.getLogger("lsgd")
@@ -60,6 +61,15 @@ class Membership:
     plan: Plan
     island: Island
     servers: Solo | None = None
+    towards: str = ""  # the global server's address at the join
+
+    @property
+    def address(self) -> str:
+        """The address to exchange tensors on: that of the join, or what this machine has instead by now."""
+        if self.towards and not has_address(self.join.address):
+            with contextlib.suppress(ConfigError):  # no route at the moment
+                return _interface(self.towards).address
+        return self.join.address
 
     @property
     def who(self) -> tuple[str, int]:
@@ -152,7 +162,7 @@ def join_run(
         "%s joins run %s as rank %d of %d on %s%s",
         *(join.worker, welcome.run, welcome.rank, welcome.world_size, device, "" if alone else travel),
     )
-    return Membership(identity, device, channel, join, welcome, plan, island, found.servers)
+    return Membership(identity, device, channel, join, welcome, plan, island, found.servers, found.global_address)
 
 
 def _connect(identity: Identity, opened: contextlib.ExitStack) -> tuple[Solo | None, Channel]:

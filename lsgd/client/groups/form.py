@@ -66,6 +66,6 @@ def _mesh(
         return RelayedRoute(relay, ticket, secret, nonce)
 
     routes = partial(Routes, missed=lambda one, other: (home[one], home[other]) in apart, relayed=relayed)
-    here = me, members.names, membership.join.address, store, welcome.certificate
+    here = me, members.names, membership.address, store, welcome.certificate
     timeout_s = membership.plan.run.exchange_timeout_s
     return Mesh(welcome.run, generation.number, *here, timeout_s, routes, when_cut=when_cut)

@@ -67,7 +67,7 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
     within_s = min(PROBE_WITHIN_S, timeout_s)
     who = (channel, *membership.who, generation.number)
     store = ServerStore(*who, timeout_s)
-    with listening(join.address) as (listener, endpoint):
+    with listening(membership.address) as (listener, endpoint):
         store.set(f"endpoint/{join.worker}", endpoint.published())
         endpoints = [
             endpoint if rank == me else Endpoint.of(store.get(f"endpoint/{names[rank]}")) for rank in range(size)

@@ -183,7 +183,8 @@ async def _dial(relay: str) -> tuple[socket.socket, bytes]:
     if not relay:
         raise ConnectionError("a relay is needed, but the servers know of none (lsgd-server --global --relay-address)")
     loop, (host, port) = asyncio.get_running_loop(), place_of(relay)
-    family, _, _, _, place = (await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM))[0]
+    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, _, _, _, place = min(found, key=lambda one: one[0] != socket.AF_INET)  # where a relay with a name listens
     connection = socket.socket(family, socket.SOCK_STREAM)
     with on_error(connection.close):
         connection.setblocking(False)

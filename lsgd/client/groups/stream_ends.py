@@ -23,6 +23,9 @@ JOINED_NBYTES = 16 << 10
 RECORD_NBYTES = 16 << 10
 """The longest record of TLS. The start of one is lost with its connection, although the receiver's system has it."""
 
+SENT_NBYTES = 4 * RECORD_NBYTES
+"""How much is given to TLS at a time: it says nothing of what has left before all of that has."""
+
 STALLED_S = 5.0
 """A connection is given up if nothing is acknowledged for this long although bytes are under way, in seconds."""
 
@@ -126,7 +129,7 @@ class OutgoingStream(TensorStream):
             self._kept.append(self._finish())
 
     def _move(self, connection: socket.socket, view: memoryview) -> int:
-        return connection.send(view)
+        return connection.send(view[:SENT_NBYTES] if isinstance(connection, ssl.SSLSocket) else view)
 
     def _arm(self, connection: socket.socket) -> None:
         moving = select.EPOLLOUT if self._messages else 0

@@ -249,7 +249,7 @@ def torch_group(
         rank = list(ranks).index(me)
         if backend == "nccl":
             return nccl_group(PrefixStore(name, store), rank, len(ranks), patience_s, device)
-        return gloo_group(PrefixStore(name, store), rank, len(ranks), patience_s, membership.join.address)
+        return gloo_group(PrefixStore(name, store), rank, len(ranks), patience_s, membership.address)
 
     home = device if backend == "nccl" else torch.device("cpu")
     groups = ProcessGroups(make, patience_s, when_cut or store.end)

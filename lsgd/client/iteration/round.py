@@ -207,7 +207,7 @@ class RoundEntry:
         self._check_lasts(generation)  # a cut until now found no group
         logger.info(
             "generation %d: rank %d of %d, over %s on %s",
-            *(generation.number, group.rank, group.size, group.transport, self.membership.join.address),
+            *(generation.number, group.rank, group.size, group.transport, self.membership.address),
         )
         return group, True
 
