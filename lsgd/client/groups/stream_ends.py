@@ -23,7 +23,7 @@ JOINED_NBYTES = 16 << 10
 RECORD_NBYTES = 16 << 10
 """The longest record of TLS. The start of one is lost with its connection, although the receiver's system has it."""
 
-SENT_NBYTES = 4 * RECORD_NBYTES
+SENT_NBYTES = 16 * RECORD_NBYTES
 """How much is given to TLS at a time: it says nothing of what has left before all of that has."""
 
 STALLED_S = 5.0
