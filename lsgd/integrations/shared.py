@@ -1,6 +1,7 @@
 """What the integrations have in common."""
 
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -9,9 +10,9 @@ from itertools import islice
 from typing import Any
 
 from torch import nn
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
-from lsgd.client.loader import ShardSampler
+from lsgd.client.loader import EveryNth, ShardSampler, length
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError, ExchangeError, ServerLostError
 
@@ -61,20 +62,26 @@ class Integration:
         return self._worker is None or self._worker.first
 
     def _shard(self, loader: Any, seed: int, shuffle: bool) -> None:
-        """Replace a DataLoader's sampler with this worker's shards; a pass keeps its number of batches, all full."""
+        """Replace a DataLoader's sampler with this worker's shards; a pass keeps its number of batches, all full.
+
+        Of a sampler that draws other samples than each once, the worker gets its part of what that draws.
+        """
         if not self._shards:
             return
-        self._stream, batches = None, getattr(loader, "batch_sampler", None)
-        if not isinstance(batches, BatchSampler) or not hasattr(batches, "sampler"):
+        self._stream, self._batch_size, batches = None, 0, getattr(loader, "batch_sampler", None)
+        if type(batches) is not BatchSampler or length(batches) == math.inf:
             logger.warning(
                 "the training data has no sampler that could be sharded, so each worker draws from all of it: pass one "
                 "DataLoader of a dataset with a length, or give each worker data of its own and pass %s(shard=False)",
                 type(self).__name__,
             )
             return
-        self._batch_size = batches.batch_size
-        self._stream = ShardStream(len(loader.dataset), len(batches) * self._batch_size, self._place, seed, shuffle)
-        batches.sampler = self._stream
+        self._batch_size, size = batches.batch_size, len(loader.dataset)
+        per_pass = len(batches) * self._batch_size
+        if draws_each_once(batches.sampler, size):
+            batches.sampler = self._stream = ShardStream(size, per_pass, self._place, seed, shuffle)
+        else:
+            batches.sampler = SampledStream(batches.sampler, per_pass, self._place)
 
     def _join(self, model: nn.Module, optimizers: Any, scaler: Any) -> Worker:
         """Join the run; ``scaler`` is the trainer's GradScaler, or None."""
@@ -152,6 +159,41 @@ def say_who_ends(worker: Worker, max_steps: float, limits: str) -> None:
             "%s: the run ends after %s, and stops the trainer, or %g steps of this worker (%s) do, whichever is first",
             *(worker.name, " or ".join(ends), max_steps, limits),
         )
+
+
+def draws_each_once(sampler: object, size: int) -> bool:
+    """Return whether a pass of a sampler has each of ``size`` samples once, so that shards may take its place."""
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples == size
+    return type(sampler).__name__ in ("SequentialSampler", "DistributedSampler", "LengthGroupedSampler")
+
+
+class SampledStream(Sampler[int]):
+    """Endless indices: this worker's part of what a sampler of the script draws, one pass of it after another.
+
+    Args:
+        sampler: draws indices; on all workers as many.
+        per_pass: number of indices in one pass.
+        place: callback that returns this worker's current (rank, world size).
+
+    Raises:
+        ConfigError: the sampler has no length, or fewer indices than there are workers (when it is iterated).
+    """
+
+    def __init__(self, sampler: Any, per_pass: int, place: Callable[[], tuple[int, int]]) -> None:
+        self._part, self._per_pass = EveryNth(sampler, place), per_pass
+        self._indices = self._draw()
+
+    def __len__(self) -> int:
+        return self._per_pass
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self._indices, self._per_pass)
+
+    def _draw(self) -> Iterator[int]:
+        while len(self._part):
+            yield from self._part
+        raise ConfigError("the training data's sampler draws fewer samples than there are workers, so some have none")
 
 
 class ShardStream(Sampler[int]):

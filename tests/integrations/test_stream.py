@@ -1,13 +1,25 @@
 """ShardStream: what a worker draws through a trainer of another library."""
 
+from collections.abc import Iterator
 from itertools import chain
 
 import pytest
-from torch.utils.data import BatchSampler
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lsgd.client.loader import ShardSampler
 from lsgd.errors import ConfigError, ExchangeError
-from lsgd.integrations.shared import ShardStream, is_saver, state_of_run
+from lsgd.integrations.shared import Integration, ShardStream, is_saver, state_of_run
 
 
 def stream(rank: int = 0, size: int = 2, length: int = 20, per_pass: int = 20) -> ShardStream:
@@ -54,6 +66,60 @@ def test_another_number_of_workers_or_other_data_begins_a_new_epoch(size, length
     again.consume(1)
     assert again.state_dict() == {"epoch": epoch, "consumed": 1, "seed": 3, "length": length, "place": [0, size]}
     assert f"the data is dealt again, from epoch {epoch} on" in caplog.text
+
+
+def deal(sampler: Sampler[int] | None, dataset: Dataset[int], size: int = 2) -> tuple[list[list[int]], Integration]:
+    """Return what each of ``size`` workers draws in a pass through a trainer, and the last one's integration."""
+    drawn = []
+    for rank in range(size):
+        integration = Integration("a trainer", True, {})
+        integration._place = lambda rank=rank: (rank, size)
+        torch.manual_seed(0)  # all workers' samplers draw alike
+        loader = DataLoader(dataset, 4, sampler=sampler)
+        integration._shard(loader, 0, False)
+        drawn.append([int(index) for batch in loader for index in batch])
+    return drawn, integration
+
+
+def test_what_a_sampler_of_the_script_leaves_out_is_left_out():
+    (one, other), _ = deal(SubsetRandomSampler(range(16)), range(20))
+    assert len(one) == len(other) == 16 and {*one[:8]} | {*other[:8]} == {*range(16)} == {*one} | {*other}
+
+
+def test_the_weights_of_a_sampler_count():
+    drawn, _ = deal(WeightedRandomSampler([1.0] * 4 + [0.0] * 16, 40), range(20))
+    assert [len(each) for each in drawn] == [40, 40] and {*drawn[0], *drawn[1]} == {*range(4)}
+
+
+def test_a_sampler_with_fewer_samples_than_workers_is_an_error():
+    with pytest.raises(ConfigError, match="fewer samples than there are workers"):
+        deal(SubsetRandomSampler([7]), range(20))
+
+
+@pytest.mark.parametrize("sampler", [RandomSampler(range(20)), SequentialSampler(range(20))])
+def test_a_sampler_that_draws_each_sample_once_makes_way_for_shards(sampler):
+    (one, other), integration = deal(sampler, range(20))
+    assert sorted(one[:10] + other[:10]) == [*range(20)] and integration._stream is not None
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+class Buckets(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3]])
+
+
+@pytest.mark.parametrize(
+    "loader", [DataLoader(Endless(), 4), DataLoader(range(4), batch_sampler=Buckets(range(4), 2, False))]
+)
+def test_data_without_a_length_and_batches_of_the_script_are_drawn_by_all_with_a_warning(loader, caplog):
+    integration = Integration("a trainer", True, {})
+    integration._shard(loader, 0, False)
+    assert integration._stream is None and "each worker draws from all of it" in caplog.text
+    assert len(list(loader)) == 2
 
 
 class Unanswered:
