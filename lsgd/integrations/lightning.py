@@ -1,6 +1,7 @@
 """A callback that makes any Lightning Trainer a worker of a run."""
 
 import logging
+import os
 from typing import Any
 
 from torch import Tensor
@@ -48,6 +49,7 @@ class LsgdCallback(Integration, Callback):
         self._in_step = False
         self._away = False  # paused in this step
         self._closed = False
+        rank_zero_only.rank = int(os.environ.get("LSGD_RANK") or 0)  # loggers begin before the join says who is first
 
     @property
     def worker(self) -> Worker:

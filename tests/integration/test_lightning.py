@@ -137,6 +137,25 @@ def test_what_cannot_be_a_worker_is_refused(monkeypatch) -> None:
             integration.check(trainer)
 
 
+@pytest.mark.slow
+def test_a_worker_that_starts_again_keeps_the_log_of_the_first(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("lightning", reason="pip install 'lsgd[lightning]'")
+    integration = importlib.import_module(MODULE)
+    logs = importlib.import_module("lightning.pytorch.loggers")
+    monkeypatch.setattr(integration.rank_zero_only, "rank", 0)
+
+    def write(rank: int, loss: float) -> str:
+        monkeypatch.setenv("LSGD_RANK", str(rank))
+        integration.LsgdCallback()
+        logger = logs.CSVLogger(tmp_path, "run", "mine")
+        logger.log_metrics({"loss": loss}, step=1)
+        logger.save()
+        return (tmp_path / "run" / "mine" / "metrics.csv").read_text()
+
+    of_first = write(0, 4.0)
+    assert "4.0" in of_first and write(1, 5.0) == of_first
+
+
 def test_without_the_library_the_import_says_what_to_install(monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == "lightning"]:
