@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import RandomSampler
 
 from lsgd.client.worker import Worker
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, LsgdError
 from lsgd.integrations.shared import Integration, is_saver, say_who_ends, state_of_run
 
 try:
@@ -188,7 +188,13 @@ class _OneSaves(CheckpointIO):
             self._inner.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        loaded: dict[str, Any] = self._inner.load_checkpoint(*args, **kwargs)
+        try:
+            loaded: dict[str, Any] = self._inner.load_checkpoint(*args, **kwargs)
+        except FileNotFoundError as missing:
+            raise LsgdError(
+                f"{missing}; one worker saves for all, so load its checkpoints there: `if lsgd.first: "
+                f"trainer.test(...)`, where lsgd is the LsgdCallback"
+            ) from missing
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:

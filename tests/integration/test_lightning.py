@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, LsgdError
 
 from .running import Cluster, ForkServer, train_two
 
@@ -154,6 +154,18 @@ def test_a_worker_that_starts_again_keeps_the_log_of_the_first(tmp_path, monkeyp
 
     of_first = write(0, 4.0)
     assert "4.0" in of_first and write(1, 5.0) == of_first
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_another_worker_has_saved_is_an_error_in_words(tmp_path) -> None:
+    pytest.importorskip("lightning", reason="pip install 'lsgd[lightning]'")
+    integration = importlib.import_module(MODULE)
+    inner = importlib.import_module("lightning.pytorch.plugins").TorchCheckpointIO()
+    saves = integration._OneSaves(inner, integration.LsgdCallback())
+    with pytest.raises(LsgdError, match=r"best\.ckpt; one worker saves for all.*`if lsgd\.first: trainer\.test"):
+        saves.load_checkpoint(tmp_path / "best.ckpt")
+    saves.save_checkpoint({"global_step": 3}, tmp_path / "best.ckpt")
+    assert saves.load_checkpoint(tmp_path / "best.ckpt") == {"global_step": 3}
 
 
 def test_without_the_library_the_import_says_what_to_install(monkeypatch) -> None:
