@@ -229,6 +229,11 @@ def check(trainer: Trainer, *, shards: bool = True) -> None:
             "reload_dataloaders_every_n_epochs makes loaders that are not sharded; leave it out, or give each worker "
             "data of its own and LsgdCallback(shard=False)"
         )
+    if shards and trainer.overfit_batches:
+        raise ConfigError(
+            "overfit_batches trains on the same batches, and shards are others in each pass; leave it out, or pass "
+            "LsgdCallback(shard=False)"
+        )
     for each in trainer.callbacks:
         if isinstance(each, StochasticWeightAveraging | WeightAveraging):
             raise ConfigError(

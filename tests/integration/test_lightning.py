@@ -130,6 +130,7 @@ def test_what_cannot_be_a_worker_is_refused(monkeypatch) -> None:
         ({"strategy": "ddp"}, "strategy DDPStrategy.*devices=1.*lsgd launch"),
         ({"devices": 2}, "devices=1"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders"),
+        ({"overfit_batches": 2}, "overfit_batches trains on the same batches"),
         ({"callbacks": [average]}, "StochasticWeightAveraging would put another model"),
     ):
         trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
