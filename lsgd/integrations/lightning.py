@@ -9,7 +9,7 @@ from torch.utils.data import RandomSampler
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError, LsgdError
-from lsgd.integrations.shared import Integration, is_saver, say_who_ends, state_of_run
+from lsgd.integrations.shared import Integration, ShardStream, is_saver, say_who_ends, state_of_run
 
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -67,7 +67,7 @@ class LsgdCallback(Integration, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run."""
         loader = trainer.train_dataloader
-        self._shard(loader, self._seed, isinstance(getattr(loader, "sampler", None), RandomSampler))
+        self._shard(loader, self._seed, shuffles(loader))
         if self._stream is not None and self._restored:
             self._stream.load_state_dict(self._restored)
         self._in_step = self._away = self._closed = False
@@ -203,6 +203,12 @@ class _OneSaves(CheckpointIO):
 
     def teardown(self) -> None:
         self._inner.teardown()
+
+
+def shuffles(loader: Any) -> bool:
+    """Whether a loader draws at random, be it by the stream that another fit has put in its sampler's place."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return sampler._shards.shuffle if isinstance(sampler, ShardStream) else isinstance(sampler, RandomSampler)
 
 
 def accumulates(trainer: Trainer, batch_idx: int) -> bool:

@@ -5,8 +5,11 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 from lsgd.errors import ConfigError, LsgdError
 
@@ -28,6 +31,45 @@ def cluster(tmp_path: Path) -> Iterator[LightningCluster]:
     made = LightningCluster(tmp_path)
     yield made
     made.close()
+
+
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Return Lightning and the integration, for one test."""
+    lightning = pytest.importorskip("lightning", reason="pip install 'lsgd[lightning]'")
+    integration = importlib.import_module(MODULE)
+    monkeypatch.setattr(integration.rank_zero_only, "rank", 0)
+    return lightning, integration
+
+
+def become_its_worker(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the servers of a run without an end, with this process as its worker to be."""
+    cluster.start("--workers", "1", "--period", "4")
+    monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
+    monkeypatch.setenv("LSGD_LOCAL_RANK", "0")
+
+
+def fit(lightning: Any, callback: Any, loader: DataLoader[Any]) -> list[torch.Tensor]:
+    """Return the batches of one epoch of a Trainer in this process."""
+    drawn = []
+
+    class Line(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            drawn.append(batch[0])
+            return self.layer(batch[0].reshape(-1, 1) / 96).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=1, enable_checkpointing=False, callbacks=[callback], **quiet
+    )
+    trainer.fit(Line(), loader)
+    return drawn
 
 
 train = partial(train_two, "lightning_worker")
@@ -96,6 +138,24 @@ def test_trainers_that_stop_before_the_run_leave_with_a_consensus(cluster) -> No
     assert all("leaves after 7 steps of its own" in p.output for p in cluster.processes if p.name.startswith("worker"))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("passed_in", [False, True], ids=["shuffle", "batch-sampler"])
+def test_a_loader_that_shuffles_does_so_in_each_fit(cluster, monkeypatch, passed_in) -> None:
+    lightning, integration = in_this_process(monkeypatch)
+    data = TensorDataset(torch.arange(96.0))
+    batches = BatchSampler(RandomSampler(data), 8, drop_last=True)
+    loader = DataLoader(data, batch_sampler=batches) if passed_in else DataLoader(data, 8, shuffle=True)
+    for name in ("first", "second"):
+        (cluster.folder / name).mkdir()
+        run = LightningCluster(cluster.folder / name)
+        become_its_worker(run, monkeypatch)
+        drawn = fit(lightning, integration.LsgdCallback(), loader)
+        run.close()
+        assert [len(each) for each in drawn] == [8] * 12
+        order = torch.cat(drawn)
+        assert len(order.unique()) == 96 and not torch.equal(order, order.sort().values)
+
+
 def test_an_exception_in_training_leaves_the_run_which_goes_on(cluster) -> None:
     server, _ = cluster.start("--workers", "2", "--algorithm", "bytegrad", "--iterations", "20")
     failing = cluster.worker("lightning_worker", 0, 0, "--fail-at", 3)
@@ -140,10 +200,8 @@ def test_what_cannot_be_a_worker_is_refused(monkeypatch) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_starts_again_keeps_the_log_of_the_first(tmp_path, monkeypatch) -> None:
-    pytest.importorskip("lightning", reason="pip install 'lsgd[lightning]'")
-    integration = importlib.import_module(MODULE)
+    _, integration = in_this_process(monkeypatch)
     logs = importlib.import_module("lightning.pytorch.loggers")
-    monkeypatch.setattr(integration.rank_zero_only, "rank", 0)
 
     def write(rank: int, loss: float) -> str:
         monkeypatch.setenv("LSGD_RANK", str(rank))
@@ -158,9 +216,8 @@ def test_a_worker_that_starts_again_keeps_the_log_of_the_first(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_checkpoint_that_another_worker_has_saved_is_an_error_in_words(tmp_path) -> None:
-    pytest.importorskip("lightning", reason="pip install 'lsgd[lightning]'")
-    integration = importlib.import_module(MODULE)
+def test_a_checkpoint_that_another_worker_has_saved_is_an_error_in_words(tmp_path, monkeypatch) -> None:
+    _, integration = in_this_process(monkeypatch)
     inner = importlib.import_module("lightning.pytorch.plugins").TorchCheckpointIO()
     saves = integration._OneSaves(inner, integration.LsgdCallback())
     with pytest.raises(LsgdError, match=r"best\.ckpt; one worker saves for all.*`if lsgd\.first: trainer\.test"):
