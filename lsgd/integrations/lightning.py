@@ -1,6 +1,7 @@
 """A callback that makes any Lightning Trainer a worker of a run."""
 
 import logging
+import math
 import os
 from typing import Any
 
@@ -79,7 +80,8 @@ class LsgdCallback(Integration, Callback):
             trainer.progress_bar_callback.disable()
         if not isinstance(trainer.strategy.checkpoint_io, _OneSaves):
             trainer.strategy.checkpoint_io = _OneSaves(trainer.strategy.checkpoint_io, self)
-        say_who_ends(worker, trainer.estimated_stepping_batches, "max_steps, or max_epochs")
+        steps = trainer.estimated_stepping_batches  # -1 for a stream that nothing limits
+        say_who_ends(worker, steps if steps >= 0 else math.inf, "max_steps, or max_epochs")
         if trainer.lr_scheduler_configs:
             logger.warning(
                 "%s: the module's learning-rate schedulers follow this worker's own steps and not the run, unless "

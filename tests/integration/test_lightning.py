@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from lsgd.errors import ConfigError, LsgdError
 
@@ -154,6 +154,19 @@ def test_a_loader_that_shuffles_does_so_in_each_fit(cluster, monkeypatch, passed
         assert [len(each) for each in drawn] == [8] * 12
         order = torch.cat(drawn)
         assert len(order.unique()) == 96 and not torch.equal(order, order.sort().values)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        return iter([[x] for x in torch.arange(8.0)])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stream_has_no_number_of_steps(cluster, monkeypatch, caplog) -> None:
+    lightning, integration = in_this_process(monkeypatch)
+    become_its_worker(cluster, monkeypatch)
+    assert len(fit(lightning, integration.LsgdCallback(shard=False), DataLoader(Stream(), 4))) == 2
+    assert "leaves after inf steps of its own" in caplog.text and "-1 steps" not in caplog.text
 
 
 def test_an_exception_in_training_leaves_the_run_which_goes_on(cluster) -> None:
