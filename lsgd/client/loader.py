@@ -267,10 +267,13 @@ def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], proces
     Raises:
         ConfigError: the dataset is too small, or a sampler has no length.
     """
-    options, sampler = options_of(loader), loader.sampler
-    if type(loader.batch_sampler) not in (BatchSampler, type(None)):
+    options, sampler, batches = options_of(loader), loader.sampler, loader.batch_sampler
+    if type(batches) is BatchSampler:  # if it was passed in, the loader's own sampler and batch size are unused
+        sampler = batches.sampler
+        options |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+    if type(batches) not in (BatchSampler, type(None)):
         options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
-        return DataLoader(loader.dataset, batch_sampler=EveryNth(loader.batch_sampler, place), **options)
+        return DataLoader(loader.dataset, batch_sampler=EveryNth(batches, place), **options)
     if _is_plain(sampler):
         shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
         seed = getattr(sampler, "seed", 0)

@@ -1,14 +1,16 @@
 """A callback that makes any Lightning Trainer a worker of a run."""
 
 import logging
+import math
+import os
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import RandomSampler
 
 from lsgd.client.worker import Worker
-from lsgd.errors import ConfigError
-from lsgd.integrations.shared import Integration, is_saver, say_who_ends, state_of_run
+from lsgd.errors import ConfigError, LsgdError
+from lsgd.integrations.shared import Integration, ShardStream, is_saver, say_who_ends, state_of_run
 
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -48,6 +50,7 @@ class LsgdCallback(Integration, Callback):
         self._in_step = False
         self._away = False  # paused in this step
         self._closed = False
+        rank_zero_only.rank = int(os.environ.get("LSGD_RANK") or 0)  # loggers begin before the join says who is first
 
     @property
     def worker(self) -> Worker:
@@ -65,7 +68,7 @@ class LsgdCallback(Integration, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run."""
         loader = trainer.train_dataloader
-        self._shard(loader, self._seed, isinstance(getattr(loader, "sampler", None), RandomSampler))
+        self._shard(loader, self._seed, shuffles(loader))
         if self._stream is not None and self._restored:
             self._stream.load_state_dict(self._restored)
         self._in_step = self._away = self._closed = False
@@ -77,7 +80,8 @@ class LsgdCallback(Integration, Callback):
             trainer.progress_bar_callback.disable()
         if not isinstance(trainer.strategy.checkpoint_io, _OneSaves):
             trainer.strategy.checkpoint_io = _OneSaves(trainer.strategy.checkpoint_io, self)
-        say_who_ends(worker, trainer.estimated_stepping_batches, "max_steps, or max_epochs")
+        steps = trainer.estimated_stepping_batches  # -1 for a stream that nothing limits
+        say_who_ends(worker, steps if steps >= 0 else math.inf, "max_steps, or max_epochs")
         if trainer.lr_scheduler_configs:
             logger.warning(
                 "%s: the module's learning-rate schedulers follow this worker's own steps and not the run, unless "
@@ -186,7 +190,13 @@ class _OneSaves(CheckpointIO):
             self._inner.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        loaded: dict[str, Any] = self._inner.load_checkpoint(*args, **kwargs)
+        try:
+            loaded: dict[str, Any] = self._inner.load_checkpoint(*args, **kwargs)
+        except FileNotFoundError as missing:
+            raise LsgdError(
+                f"{missing}; one worker saves for all, so load its checkpoints there: `if lsgd.first: "
+                f"trainer.test(...)`, where lsgd is the LsgdCallback"
+            ) from missing
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -195,6 +205,12 @@ class _OneSaves(CheckpointIO):
 
     def teardown(self) -> None:
         self._inner.teardown()
+
+
+def shuffles(loader: Any) -> bool:
+    """Whether a loader draws at random, be it by the stream that another fit has put in its sampler's place."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return sampler._shards.shuffle if isinstance(sampler, ShardStream) else isinstance(sampler, RandomSampler)
 
 
 def accumulates(trainer: Trainer, batch_idx: int) -> bool:
@@ -220,6 +236,11 @@ def check(trainer: Trainer, *, shards: bool = True) -> None:
         raise ConfigError(
             "reload_dataloaders_every_n_epochs makes loaders that are not sharded; leave it out, or give each worker "
             "data of its own and LsgdCallback(shard=False)"
+        )
+    if shards and trainer.overfit_batches:
+        raise ConfigError(
+            "overfit_batches trains on the same batches, and shards are others in each pass; leave it out, or pass "
+            "LsgdCallback(shard=False)"
         )
     for each in trainer.callbacks:
         if isinstance(each, StochasticWeightAveraging | WeightAveraging):

@@ -5,10 +5,13 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, LsgdError
 
 from .running import Cluster, ForkServer, train_two
 
@@ -28,6 +31,45 @@ def cluster(tmp_path: Path) -> Iterator[LightningCluster]:
     made = LightningCluster(tmp_path)
     yield made
     made.close()
+
+
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Return Lightning and the integration, for one test."""
+    lightning = pytest.importorskip("lightning", reason="pip install 'lsgd[lightning]'")
+    integration = importlib.import_module(MODULE)
+    monkeypatch.setattr(integration.rank_zero_only, "rank", 0)
+    return lightning, integration
+
+
+def become_its_worker(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the servers of a run without an end, with this process as its worker to be."""
+    cluster.start("--workers", "1", "--period", "4")
+    monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
+    monkeypatch.setenv("LSGD_LOCAL_RANK", "0")
+
+
+def fit(lightning: Any, callback: Any, loader: DataLoader[Any]) -> list[torch.Tensor]:
+    """Return the batches of one epoch of a Trainer in this process."""
+    drawn = []
+
+    class Line(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            drawn.append(batch[0])
+            return self.layer(batch[0].reshape(-1, 1) / 96).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=1, enable_checkpointing=False, callbacks=[callback], **quiet
+    )
+    trainer.fit(Line(), loader)
+    return drawn
 
 
 train = partial(train_two, "lightning_worker")
@@ -96,6 +138,37 @@ def test_trainers_that_stop_before_the_run_leave_with_a_consensus(cluster) -> No
     assert all("leaves after 7 steps of its own" in p.output for p in cluster.processes if p.name.startswith("worker"))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("passed_in", [False, True], ids=["shuffle", "batch-sampler"])
+def test_a_loader_that_shuffles_does_so_in_each_fit(cluster, monkeypatch, passed_in) -> None:
+    lightning, integration = in_this_process(monkeypatch)
+    data = TensorDataset(torch.arange(96.0))
+    batches = BatchSampler(RandomSampler(data), 8, drop_last=True)
+    loader = DataLoader(data, batch_sampler=batches) if passed_in else DataLoader(data, 8, shuffle=True)
+    for name in ("first", "second"):
+        (cluster.folder / name).mkdir()
+        run = LightningCluster(cluster.folder / name)
+        become_its_worker(run, monkeypatch)
+        drawn = fit(lightning, integration.LsgdCallback(), loader)
+        run.close()
+        assert [len(each) for each in drawn] == [8] * 12
+        order = torch.cat(drawn)
+        assert len(order.unique()) == 96 and not torch.equal(order, order.sort().values)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[list[torch.Tensor]]:
+        return iter([[x] for x in torch.arange(8.0)])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_stream_has_no_number_of_steps(cluster, monkeypatch, caplog) -> None:
+    lightning, integration = in_this_process(monkeypatch)
+    become_its_worker(cluster, monkeypatch)
+    assert len(fit(lightning, integration.LsgdCallback(shard=False), DataLoader(Stream(), 4))) == 2
+    assert "leaves after inf steps of its own" in caplog.text and "-1 steps" not in caplog.text
+
+
 def test_an_exception_in_training_leaves_the_run_which_goes_on(cluster) -> None:
     server, _ = cluster.start("--workers", "2", "--algorithm", "bytegrad", "--iterations", "20")
     failing = cluster.worker("lightning_worker", 0, 0, "--fail-at", 3)
@@ -130,11 +203,40 @@ def test_what_cannot_be_a_worker_is_refused(monkeypatch) -> None:
         ({"strategy": "ddp"}, "strategy DDPStrategy.*devices=1.*lsgd launch"),
         ({"devices": 2}, "devices=1"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders"),
+        ({"overfit_batches": 2}, "overfit_batches trains on the same batches"),
         ({"callbacks": [average]}, "StochasticWeightAveraging would put another model"),
     ):
         trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
         with pytest.raises(ConfigError, match=what):
             integration.check(trainer)
+
+
+@pytest.mark.slow
+def test_a_worker_that_starts_again_keeps_the_log_of_the_first(tmp_path, monkeypatch) -> None:
+    _, integration = in_this_process(monkeypatch)
+    logs = importlib.import_module("lightning.pytorch.loggers")
+
+    def write(rank: int, loss: float) -> str:
+        monkeypatch.setenv("LSGD_RANK", str(rank))
+        integration.LsgdCallback()
+        logger = logs.CSVLogger(tmp_path, "run", "mine")
+        logger.log_metrics({"loss": loss}, step=1)
+        logger.save()
+        return (tmp_path / "run" / "mine" / "metrics.csv").read_text()
+
+    of_first = write(0, 4.0)
+    assert "4.0" in of_first and write(1, 5.0) == of_first
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_another_worker_has_saved_is_an_error_in_words(tmp_path, monkeypatch) -> None:
+    _, integration = in_this_process(monkeypatch)
+    inner = importlib.import_module("lightning.pytorch.plugins").TorchCheckpointIO()
+    saves = integration._OneSaves(inner, integration.LsgdCallback())
+    with pytest.raises(LsgdError, match=r"best\.ckpt; one worker saves for all.*`if lsgd\.first: trainer\.test"):
+        saves.load_checkpoint(tmp_path / "best.ckpt")
+    saves.save_checkpoint({"global_step": 3}, tmp_path / "best.ckpt")
+    assert saves.load_checkpoint(tmp_path / "best.ckpt") == {"global_step": 3}
 
 
 def test_without_the_library_the_import_says_what_to_install(monkeypatch) -> None:
