@@ -7,7 +7,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
-from torch.utils.data import RandomSampler
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
@@ -79,8 +78,7 @@ class LsgdLoop(Integration):
                 "the script imports accelerate's LocalSGD: remove it, because lsgd replaces it; LocalSGD replaces the "
                 "parameters with new tensors, which lsgd could not exchange"
             )
-        shuffled = isinstance(getattr(getattr(self._loader, "batch_sampler", None), "sampler", None), RandomSampler)
-        self._shard(self._loader, self._seed, shuffled)
+        self._shard(self._loader, self._seed)
         self._join(self._model, self._optimizer, self._accelerator.scaler)
         self._hook = self._model.register_forward_pre_hook(self._before_forward)
         return self

@@ -6,11 +6,10 @@ import os
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import RandomSampler
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError, LsgdError
-from lsgd.integrations.shared import Integration, ShardStream, is_saver, say_who_ends, state_of_run
+from lsgd.integrations.shared import Integration, is_saver, say_who_ends, state_of_run
 
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -68,12 +67,12 @@ class LsgdCallback(Integration, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run."""
         loader = trainer.train_dataloader
-        self._shard(loader, self._seed, shuffles(loader))
+        self._shard(loader, self._seed)
         if self._stream is not None and self._restored:
             self._stream.load_state_dict(self._restored)
         self._in_step = self._away = self._closed = False
         worker = self._join(pl_module, trainer.optimizers, getattr(trainer.precision_plugin, "scaler", None))
-        if self._stream is not None and loader.num_workers:  # its processes have already prefetched from all the data
+        if self._batch_size and loader.num_workers:  # its processes have already prefetched from all the data
             iter(trainer.fit_loop._data_fetcher)
         rank_zero_only.rank = 0 if worker.first else max(1, worker.rank)
         if not worker.first and trainer.progress_bar_callback is not None:
@@ -205,12 +204,6 @@ class _OneSaves(CheckpointIO):
 
     def teardown(self) -> None:
         self._inner.teardown()
-
-
-def shuffles(loader: Any) -> bool:
-    """Whether a loader draws at random, be it by the stream that another fit has put in its sampler's place."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    return sampler._shards.shuffle if isinstance(sampler, ShardStream) else isinstance(sampler, RandomSampler)
 
 
 def accumulates(trainer: Trainer, batch_idx: int) -> bool:

@@ -61,10 +61,11 @@ class Integration:
         """Whether this worker saves for all; true before training: ``if callback.first:`` and what saves the model."""
         return self._worker is None or self._worker.first
 
-    def _shard(self, loader: Any, seed: int, shuffle: bool) -> None:
+    def _shard(self, loader: Any, seed: int, shuffle: bool | None = None) -> None:
         """Replace a DataLoader's sampler with this worker's shards; a pass keeps its number of batches, all full.
 
-        Of a sampler that draws other samples than each once, the worker gets its part of what that draws.
+        Shards are shuffled if the sampler does it, unless ``shuffle`` says. Of a sampler that draws other samples than
+        each once, the worker gets its part of what that draws.
         """
         if not self._shards:
             return
@@ -78,10 +79,13 @@ class Integration:
             return
         self._batch_size, size = batches.batch_size, len(loader.dataset)
         per_pass = len(batches) * self._batch_size
-        if draws_each_once(batches.sampler, size):
+        sampler = sampler_of(loader)
+        shuffle = isinstance(sampler, RandomSampler) if shuffle is None else shuffle
+        if draws_each_once(sampler, size):
             batches.sampler = self._stream = ShardStream(size, per_pass, self._place, seed, shuffle)
         else:
-            batches.sampler = SampledStream(batches.sampler, per_pass, self._place)
+            batches.sampler = SampledStream(sampler, per_pass, self._place)
+        batches.sampler.replaces = sampler
 
     def _join(self, model: nn.Module, optimizers: Any, scaler: Any) -> Worker:
         """Join the run; ``scaler`` is the trainer's GradScaler, or None."""
@@ -161,6 +165,12 @@ def say_who_ends(worker: Worker, max_steps: float, limits: str) -> None:
         )
 
 
+def sampler_of(loader: Any) -> Any:
+    """Return the script's sampler of a DataLoader's batches, also if an earlier training has replaced it."""
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
+    return getattr(sampler, "replaces", sampler)
+
+
 def draws_each_once(sampler: object, size: int) -> bool:
     """Return whether a pass of a sampler has each of ``size`` samples once, so that shards may take its place."""
     if isinstance(sampler, RandomSampler):
@@ -176,9 +186,14 @@ class SampledStream(Sampler[int]):
         per_pass: number of indices in one pass.
         place: callback that returns this worker's current (rank, world size).
 
+    Attributes:
+        replaces: the script's sampler.
+
     Raises:
         ConfigError: the sampler has no length, or fewer indices than there are workers (when it is iterated).
     """
+
+    replaces: object = None
 
     def __init__(self, sampler: Any, per_pass: int, place: Callable[[], tuple[int, int]]) -> None:
         self._part, self._per_pass = EveryNth(sampler, place), per_pass
@@ -209,9 +224,14 @@ class ShardStream(Sampler[int]):
         seed: seed of the shards; the same on all workers.
         shuffle: whether each shard is shuffled.
 
+    Attributes:
+        replaces: the script's sampler.
+
     Raises:
         ConfigError: the dataset has fewer samples than there are workers (when it is iterated).
     """
+
+    replaces: object = None
 
     def __init__(
         self, length: int, per_pass: int, place: Callable[[], tuple[int, int]], seed: int, shuffle: bool

@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from lsgd.client.loader import ShardSampler
 from lsgd.errors import ConfigError, ExchangeError
-from lsgd.integrations.shared import Integration, ShardStream, is_saver, state_of_run
+from lsgd.integrations.shared import Integration, ShardStream, is_saver, sampler_of, state_of_run
 
 
 def stream(rank: int = 0, size: int = 2, length: int = 20, per_pass: int = 20) -> ShardStream:
@@ -100,6 +100,15 @@ def test_a_sampler_with_fewer_samples_than_workers_is_an_error():
 def test_a_sampler_that_draws_each_sample_once_makes_way_for_shards(sampler):
     (one, other), integration = deal(sampler, range(20))
     assert sorted(one[:10] + other[:10]) == [*range(20)] and integration._stream is not None
+
+
+def test_a_loader_of_two_trainings_is_dealt_from_the_scripts_sampler_in_both():
+    loader = DataLoader(range(20), 4, sampler=SubsetRandomSampler(range(16)))
+    sampler = sampler_of(loader)
+    for _ in range(2):
+        Integration("a trainer", True, {})._shard(loader, 0, False)
+        assert sampler_of(loader) is sampler and sorted(map(int, chain(*loader))) == [*range(16)]
+    assert sampler_of(range(3)) is None
 
 
 class Endless(IterableDataset[int]):
