@@ -274,16 +274,16 @@ def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], proces
     if type(batches) not in (BatchSampler, type(None)):
         options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
         return DataLoader(loader.dataset, batch_sampler=EveryNth(batches, place), **options)
-    if _is_plain(sampler):
+    if is_plain(sampler):
         shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
         seed = getattr(sampler, "seed", 0)
         return shard_loader(loader.dataset, place, seed, shuffle, options, processes)
     return DataLoader(loader.dataset, sampler=EveryNth(sampler, place), **options)
 
 
-def _is_plain(sampler: object) -> bool:
-    """Whether a sampler draws each sample once, and in no order of its own."""
-    if type(sampler) is RandomSampler:
+def is_plain(sampler: object) -> bool:
+    """Whether a sampler draws each sample once, and in no order of its own; accelerate has one, too."""
+    if isinstance(sampler, RandomSampler) and type(sampler).__name__ in ("RandomSampler", "SeedableRandomSampler"):
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return type(sampler) in (SequentialSampler, DistributedSampler)
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import BatchSampler, RandomSampler, Sampler
 
-from lsgd.client.loader import EveryNth, ShardSampler, length
+from lsgd.client.loader import EveryNth, ShardSampler, is_plain, length
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError, ExchangeError, ServerLostError
 
@@ -81,10 +81,10 @@ class Integration:
         per_pass = len(batches) * self._batch_size
         sampler = sampler_of(loader)
         shuffle = isinstance(sampler, RandomSampler) if shuffle is None else shuffle
-        if draws_each_once(sampler, size):
+        if is_plain(sampler) or type(sampler).__name__ == "LengthGroupedSampler":  # that of transformers
             batches.sampler = self._stream = ShardStream(size, per_pass, self._place, seed, shuffle)
         else:
-            batches.sampler = SampledStream(sampler, per_pass, self._place)
+            batches.sampler = EndlessSampler(per_pass, _passes(EveryNth(sampler, self._place)))
         batches.sampler.replaces = sampler
 
     def _join(self, model: nn.Module, optimizers: Any, scaler: Any) -> Worker:
@@ -171,33 +171,19 @@ def sampler_of(loader: Any) -> Any:
     return getattr(sampler, "replaces", sampler)
 
 
-def draws_each_once(sampler: object, size: int) -> bool:
-    """Return whether a pass of a sampler has each of ``size`` samples once, so that shards may take its place."""
-    if isinstance(sampler, RandomSampler):
-        return not sampler.replacement and sampler.num_samples == size
-    return type(sampler).__name__ in ("SequentialSampler", "DistributedSampler", "LengthGroupedSampler")
+class EndlessSampler(Sampler[int]):
+    """Endless indices in place of a script's sampler. One pass yields ``per_pass`` of them; the next continues there.
 
-
-class SampledStream(Sampler[int]):
-    """Endless indices: this worker's part of what a sampler of the script draws, one pass of it after another.
-
-    Args:
-        sampler: draws indices; on all workers as many.
-        per_pass: number of indices in one pass.
-        place: callback that returns this worker's current (rank, world size).
+    So the number of a trainer's own steps does not depend on the number of workers.
 
     Attributes:
         replaces: the script's sampler.
-
-    Raises:
-        ConfigError: the sampler has no length, or fewer indices than there are workers (when it is iterated).
     """
 
     replaces: object = None
 
-    def __init__(self, sampler: Any, per_pass: int, place: Callable[[], tuple[int, int]]) -> None:
-        self._part, self._per_pass = EveryNth(sampler, place), per_pass
-        self._indices = self._draw()
+    def __init__(self, per_pass: int, indices: Iterator[int]) -> None:
+        self._per_pass, self._indices = per_pass, indices
 
     def __len__(self) -> int:
         return self._per_pass
@@ -205,17 +191,16 @@ class SampledStream(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return islice(self._indices, self._per_pass)
 
-    def _draw(self) -> Iterator[int]:
-        while len(self._part):
-            yield from self._part
-        raise ConfigError("the training data's sampler draws fewer samples than there are workers, so some have none")
+
+def _passes(sampler: Sampler[int]) -> Iterator[int]:
+    """Yield a sampler's indices, one pass of it after another."""
+    while len(sampler):  # type: ignore[arg-type]
+        yield from sampler
+    raise ConfigError("the training data's sampler draws fewer samples than there are workers, so some have none")
 
 
-class ShardStream(Sampler[int]):
-    """Endless indices: this worker's shards, one epoch of the run after another.
-
-    One pass yields ``per_pass`` indices, and the next one continues there. So the number of a trainer's own steps does
-    not depend on the number of workers.
+class ShardStream(EndlessSampler):
+    """This worker's shards, one epoch of the run after another.
 
     Args:
         length: length of the dataset.
@@ -224,31 +209,19 @@ class ShardStream(Sampler[int]):
         seed: seed of the shards; the same on all workers.
         shuffle: whether each shard is shuffled.
 
-    Attributes:
-        replaces: the script's sampler.
-
     Raises:
         ConfigError: the dataset has fewer samples than there are workers (when it is iterated).
     """
 
-    replaces: object = None
-
     def __init__(
         self, length: int, per_pass: int, place: Callable[[], tuple[int, int]], seed: int, shuffle: bool
     ) -> None:
-        self._per_pass = per_pass
+        super().__init__(per_pass, self._deal(0))
         self._shards = ShardSampler(length, place, seed, shuffle)
         self._epoch = 0  # of the oldest sample not yet trained on
         self._consumed = 0  # samples of that epoch's shard trained on
         self._dealt: deque[tuple[int, tuple[int, int]]] = deque()  # lengths and places of the shards from that epoch on
         self._saved: tuple[int, tuple[int, int]] | None = None  # length of the data and place, until the next shard
-        self._indices = self._deal(0)
-
-    def __len__(self) -> int:
-        return self._per_pass
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(self._indices, self._per_pass)
 
     def consume(self, samples: int) -> None:
         """Count samples that were trained on; prefetched samples do not count."""

@@ -68,7 +68,7 @@ def test_another_number_of_workers_or_other_data_begins_a_new_epoch(size, length
     assert f"the data is dealt again, from epoch {epoch} on" in caplog.text
 
 
-def deal(sampler: Sampler[int] | None, dataset: Dataset[int], size: int = 2) -> tuple[list[list[int]], Integration]:
+def deal(sampler: Sampler[int], dataset: Dataset[int], size: int = 2) -> tuple[list[list[int]], Integration]:
     """Return what each of ``size`` workers draws in a pass through a trainer, and the last one's integration."""
     drawn = []
     for rank in range(size):
