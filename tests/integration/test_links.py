@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,9 @@ def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(
     pair = "node1 and node2 cannot reach each other"
     assert any(line.endswith(f" failed: {pair}") for line in said)
     assert any(f"node2 evicted for 4 s, the others continue: {pair}; check the cable" in line for line in said)
-    assert len(failed) <= 5, failed  # the one that timed out, the probe, and those that came back too early
+    waits_s = [int(wait_s) for wait_s in re.findall(r"node2 evicted for (\d+) s", outputs[0])]
+    assert waits_s == [4 * 2**n for n in range(len(waits_s))]  # after the probe, and whenever it comes back too early
+    assert len(failed) <= 1 + len(waits_s), failed  # the first one timed out
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("node*/node*.json"))]
     assert len(results) == 3  # none of them was started again
     assert len({result["model"] for result in results}) == 1

@@ -3,12 +3,13 @@
 import copy
 import io
 import logging
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lsgd.client import Worker
@@ -332,7 +333,10 @@ def test_a_second_worker_of_the_same_name_is_refused(here) -> None:
         train(worker, model, plain(optimizer), turns=1)
 
 
-def test_with_two_optimizers_a_gradient_that_is_not_finite_is_no_iteration(cluster, monkeypatch) -> None:
+def all_but_the_third_count(
+    cluster, monkeypatch, turn: Callable[[nn.Module, list[torch.optim.Optimizer], Tensor, bool], None]
+) -> None:
+    """Let two optimizers make six turns, of which the third has a gradient that is not finite."""
     cluster.start("--workers", "1", "--algorithm", "allreduce")
     monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
     model = network()
@@ -343,10 +347,7 @@ def test_with_two_optimizers_a_gradient_that_is_not_finite_is_no_iteration(clust
         nonlocal turns
         turns += 1
         before = [p.clone() for p in model.parameters()]
-        (loss * (float("inf") if turns == 3 else 1.0)).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        turn(model, optimizers, loss, turns == 3)
         same = [torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
         assert all(same) if turns == 3 else not any(same)
 
@@ -356,29 +357,28 @@ def test_with_two_optimizers_a_gradient_that_is_not_finite_is_no_iteration(clust
     assert made(cluster.status()) == 5
 
 
-@pytest.mark.parametrize("overflows", [0, 2], ids=["first", "last"])
-def test_of_two_optimizers_the_grad_scaler_skips_the_one_that_overflows(cluster, monkeypatch, overflows) -> None:
-    cluster.start("--workers", "1", "--algorithm", "allreduce")
-    monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
-    model, scaler = network(), torch.amp.GradScaler("cpu", init_scale=4.0)
-    optimizers = [torch.optim.SGD(model[index].parameters(), lr=0.05) for index in (0, 2)]
-    turns = 0
+def test_with_two_optimizers_a_gradient_that_is_not_finite_is_no_iteration(cluster, monkeypatch) -> None:
+    def turn(model, optimizers, loss, overflows):
+        (loss * (float("inf") if overflows else 1.0)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
-    def step(loss, *_):
-        nonlocal turns
-        turns += 1
-        before = [p.clone() for p in model.parameters()]
-        overflow = model[overflows].weight.register_hook(lambda gradient: gradient / (turns != 3))
+    all_but_the_third_count(cluster, monkeypatch, turn)
+
+
+@pytest.mark.parametrize("layer", [0, 2], ids=["first", "last"])
+def test_of_two_optimizers_the_grad_scaler_skips_the_one_that_overflows(cluster, monkeypatch, layer) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def turn(model, optimizers, loss, overflows):
+        overflow = model[layer].weight.register_hook(lambda gradient: gradient / (not overflows))
         scaler.scale(loss).backward()
         overflow.remove()
         for optimizer in optimizers:
             scaler.step(optimizer)
             optimizer.zero_grad()
         scaler.update()
-        same = [torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
-        assert all(same) if turns == 3 else not any(same)
 
-    with Worker.join(model, optimizers) as worker:
-        train(worker, model, step, turns=6)
-    assert worker.iterations == 5 and scaler.get_scale() == 2.0
-    assert made(cluster.status()) == 5
+    all_but_the_third_count(cluster, monkeypatch, turn)
+    assert scaler.get_scale() == 2.0

@@ -244,7 +244,7 @@ def test_a_run_by_time_with_a_worker_that_no_one_should_follow(cluster) -> None:
     assert len(leaders) > 3
     assert {entry["worker"] for entry in leaders[1:]} == {"node0/worker1"}
     assert {entry["losses"]["node0/worker0"] for entry in leaders} == {None}
-    assert result["rates"][-1] < 0.015  # progress goes by time: by that of 3600 s it would be 0.02
+    assert result["rates"][-1] < 0.01  # progress goes by time here
     assert sum(steps(cluster).values()) == result["status"]["count"]
 
 
