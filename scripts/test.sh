@@ -15,7 +15,7 @@ if (($#)) && [[ $1 != --fast ]]; then
 fi
 cores=$(nproc)
 # Tests wait for half of their time. Those of a file share what they have imported, and the servers that they fork from.
-several=("--numprocesses=$((2 * cores))" --dist=loadfile)
+several=("--numprocesses=$((2 * cores))" --dist=loadfile --no-loadscope-reorder)
 
 "$python" -m ruff check
 "$python" -m ruff format --check

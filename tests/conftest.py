@@ -4,6 +4,8 @@ import gc
 import importlib
 import signal
 from collections.abc import Callable, Iterator
+from operator import itemgetter
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -23,6 +25,18 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("few", settings.get_profile("repeatable"), max_examples=20)
 settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Spread the files with slow tests, which mostly wait, evenly among the others, which mostly compute."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    slow = [each for each in files.values() if any(item.get_closest_marker("slow") for item in each)]
+    fast = [each for each in files.values() if each not in slow]
+    spread = [(i / len(group), each) for group in (slow, fast) for i, each in enumerate(group)]
+    items[:] = [item for _, each in sorted(spread, key=itemgetter(0)) for item in each]
 
 
 def pytest_collection_finish() -> None:
