@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from lsgd.errors import ConfigError
 from lsgd.node.screen import LAUNCHER
-from lsgd.protocol.routes import address_towards
+from lsgd.protocol.routes import address_towards, addresses_of
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def resolve(address: str, nodes: int, within_s: float = 0.0) -> str:
     deadline_s = time.monotonic() + within_s
     while True:
         try:
-            found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
+            found = addresses_of(address)
             break
         except OSError as error:
             left_s = deadline_s - time.monotonic()

@@ -16,12 +16,12 @@ import fcntl
 import ipaddress
 import os
 import re
-import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 
 from lsgd.errors import ConfigError
+from lsgd.protocol.routes import addresses_of
 from lsgd.protocol.sockets import KEY_NBYTES, ConnectorKeys, new_key_pair, public_key
 
 TOKEN_VARIABLE = "LSGD_TOKEN"
@@ -273,7 +273,7 @@ def is_local(address: str) -> bool:
     if host in ("*", ""):
         return False
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        found = addresses_of(host)
     except OSError:
         return False  # binding or connecting reports it with more detail
     return all(ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in found)

@@ -1,6 +1,19 @@
-"""Which address of this machine others reach it at."""
+"""Addresses of hosts, and which address of this machine others reach it at."""
 
 import socket
+from typing import Any
+
+
+def addresses_of(host: str, port: int | None = None, kind: int = socket.SOCK_STREAM) -> list[Any]:
+    """Return what ``socket.getaddrinfo`` returns for a host.
+
+    Raises:
+        OSError: the host is unknown; also a text that can be no host's name, such as 10.0.0..1.
+    """
+    try:
+        return socket.getaddrinfo(host, port, type=kind)
+    except UnicodeError:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known") from None
 
 
 def address_towards(host: str) -> str:
@@ -11,7 +24,7 @@ def address_towards(host: str) -> str:
     Raises:
         OSError: there is no route, or the host is unknown.
     """
-    places = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+    places = addresses_of(host, 9, socket.SOCK_DGRAM)
     family, *_, place = min(places, key=lambda found: found[0] != socket.AF_INET)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # a datagram socket sends nothing here; it only asks for the route

@@ -167,6 +167,7 @@ def test_no_text_is_a_token_by_chance_nor_shown_in_the_error(text) -> None:
         ("tcp://*:1", False),
         ("tcp://10.0.0.1:1", False),
         ("tcp://no.such.host.invalid:1", False),
+        ("tcp://10.0.0..1:1", False),
     ],
 )
 def test_which_addresses_other_machines_can_reach(address, local) -> None:

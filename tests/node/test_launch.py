@@ -701,6 +701,10 @@ class TestPlace:
         assert resolve("node1", nodes=1) == "127.0.1.1"
         assert resolve("localhost", nodes=2) == "127.0.1.1"
 
+    def test_a_mistyped_address_of_node_0(self):
+        with pytest.raises(ConfigError, match=r"the address of node 0, '10\.0\.0\.\.1', is not known here: Name or"):
+            resolve("10.0.0..1", nodes=2)
+
     def test_a_node_does_not_take_over_at_a_port_that_is_taken_by_now(self, tmp_path):
         with socket.create_server(("127.0.0.1", free_port())) as taken:
             offer = f"tcp://127.0.0.1:{taken.getsockname()[1]}"

@@ -47,6 +47,7 @@ def run(*arguments: str, **variables: str | None) -> tuple[int, str]:
         ),
         (["--global", "--periods", "4"], "No such option"),
         (["--global", "--listen", "udp://x"], "cannot listen on 'udp://x'"),
+        (["--global", "--listen", "tcp://10.0.0..1:1", "--insecure"], "is not an address of this machine"),
         (["--local", "--listen", "ipc://" + "x" * 120], "longer than the system allows"),
         (["--local", "--listen", "ipc:///proc/lsgd/x"], "cannot create the folder of the socket"),
         (["--local", "--listen", "tcp://127.0.0.1:0", "--connect", "nonsense"], "'nonsense' is not an address"),
