@@ -8,7 +8,7 @@ from lsgd.errors import ConfigError
 from lsgd.output import write_whole
 from lsgd.plan.plan import Plan
 from lsgd.protocol.credentials import run_certificate, secret_of_relay, secret_of_run
-from lsgd.protocol.keys import KeyRing
+from lsgd.protocol.keys import KeyRing, is_local
 from lsgd.protocol.messages import Place
 from lsgd.protocol.sockets import Listener
 from lsgd.server.coordinator import Coordinator
@@ -77,19 +77,19 @@ def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) ->
 
     ``launched``: ``lsgd launch`` says how to join, and its run folder is where ``lsgd stop`` looks.
     """
-    listens_on = address
+    listens_on, trusts = address, "" if keys or is_local(address) else " --insecure"
     for wildcard in ("//0.0.0.0:", "//[::]:"):
         address = address.replace(wildcard, "//ADDRESS-OF-THIS-MACHINE:")
     workers, nodes = plan.run.workers, plan.run.nodes
     waits = number_of(workers, "worker") if workers else f"the workers of {number_of(nodes, 'node')}"
-    token = f" --token nodeN.token, from {keys}" if keys else ""
+    token = f" --token nodeN.token, from {keys}" if keys else trusts
     how = f"; join from each machine with: lsgd-server --local --node N --connect {address}{token}"
     say(
         f"lsgd {__version__} global server on {listens_on}, {plan.algorithm.name}, waits for {waits}"
         f"{'' if launched else how}"
     )
     if not (plan.run.iterations or plan.run.seconds):
-        where = "" if launched else f" --connect {address}"
+        where = "" if launched else f" --connect {address}{trusts}"
         say(
             f"the plan has no end (neither iterations nor seconds): scripts of lsgd.wrap end the run with their own "
             f"loops; end others with: lsgd stop{where}, or give them an end: lsgd set{where} iterations=N (of all "

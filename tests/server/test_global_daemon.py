@@ -109,9 +109,11 @@ def test_a_run_without_an_end_says_what_ends_it(cluster, end) -> None:
     assert (said in output) is not bool(end)
 
 
-def test_a_server_for_every_interface_tells_others_to_write_its_address(cluster) -> None:
+def test_a_server_for_every_interface_tells_others_to_write_its_address_and_to_trust_it(cluster) -> None:
     server = cluster.server("global", "--global", "--listen", "tcp://0.0.0.0:0", "--insecure")
-    assert "--connect tcp://ADDRESS-OF-THIS-MACHINE:" in server.says("global server on .*")[0]
+    where = r"--connect tcp://ADDRESS-OF-THIS-MACHINE:\d+ --insecure"
+    server.says(rf"join from each machine with: lsgd-server --local --node N {where}$")
+    server.says(rf"end others with: lsgd stop {where}, .*: lsgd set {where} iterations=N")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
