@@ -40,7 +40,12 @@ def append_line(path: Path, text: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a file once the new one is complete; if it cannot be written, keep the old one and raise OSError."""
+    """Replace a file once the new one is complete; if it cannot be written, keep the old one and raise OSError.
+
+    What is there must be a file: root could replace a device, such as /dev/stdout.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file")
     beside = path.with_name(f"{path.name}.tmp")
     try:
         beside.write_text(text, encoding="utf-8")

@@ -1,5 +1,6 @@
 """``lsgd-server``: what is refused before anything starts."""
 
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from lsgd import __version__
+from lsgd.errors import ConfigError
 from lsgd.plan.plan import Plan
 from lsgd.protocol.sockets import Listener
 from lsgd.server import serve
@@ -121,6 +123,13 @@ def test_a_plan_that_cannot_be_written_ends_no_server_that_goes_on(tmp_path, cap
         (tmp_path / "plan.toml.tmp").symlink_to("/dev/full")
     serve._save_plan(Plan(), tmp_path / "nowhere" / "plan.toml", continued=True)
     assert "No such file or directory; the run continues" in capsys.readouterr().err
+
+
+def test_a_plan_replaces_nothing_but_a_file(tmp_path) -> None:
+    os.mkfifo(path := tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=f"the plan cannot be written to {path}: it is no regular file"):
+        serve._save_plan(Plan(), path, continued=False)
+    assert path.is_fifo()
 
 
 def test_help_lists_every_setting_with_its_default_and_the_exit_codes() -> None:
