@@ -434,8 +434,15 @@ def _claim_path(path: Path) -> None:
         )
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _remove_unused(path)
     except OSError as error:
-        raise ConfigError(f"cannot create the folder of the socket {path}: {error.strerror}") from None
+        raise ConfigError(
+            f"the socket {path} cannot be used: {error.strerror}; give --listen ipc:// another path"
+        ) from None
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove a socket that nobody listens on; raise ConfigError for one that is in use, OSError for another user's."""
     if not path.exists():
         return
     if not path.is_socket():
@@ -443,7 +450,7 @@ def _claim_path(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
-        except OSError:
+        except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return
     raise ConfigError(f"another server listens on ipc://{path}; stop it, or give this one another --listen")

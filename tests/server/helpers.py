@@ -1,8 +1,11 @@
 """What the coordinator's tests share: greetings, a bench that speaks for workers, and the invariants of its state."""
 
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from lsgd import __version__
 from lsgd.algorithms.leader import LeaderSettings
@@ -325,6 +328,22 @@ def _check_nobody_waits_in_vain(state: RunState) -> None:
         )
 
 
+@contextmanager
+def as_a_user_without_rights(folder: Path) -> Iterator[None]:
+    """Be nobody for a while, if this is root, who may do anything."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for parent in [folder, *folder.parents]:
+        if parent.stat().st_mode & 0o005 != 0o005:
+            parent.chmod(parent.stat().st_mode | 0o005)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
 def rounds_in(messages: Iterable[Downward]) -> list[Round]:
     return [m.round for m in messages if isinstance(m, Go | Stop) and m.round is not None]
 
@@ -335,6 +354,7 @@ __all__ = [
     "Refused",
     "Waiting",
     "Welcome",
+    "as_a_user_without_rights",
     "check_invariants",
     "greeting",
     "make_plan",

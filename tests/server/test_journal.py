@@ -6,7 +6,6 @@ import resource
 import signal
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from lsgd.server.books import MAX_ELECTIONS
 from lsgd.server.journal import VERSION, Journal
 
 from ..integration.running import Cluster, until
+from .helpers import as_a_user_without_rights
 
 STATE = {"count": 7, "text": "é" * 3000, "members": [{"loss": None}]}
 
@@ -147,27 +147,11 @@ def test_another_file_in_its_place(path) -> None:
 def test_a_file_that_may_only_be_read(path) -> None:
     write(path)
     path.chmod(0o444)
-    with _as_a_user_without_rights(path.parent):
+    with as_a_user_without_rights(path.parent):
         with pytest.raises(ConfigError, match=r"cannot be written: .*; check its folder, its permissions and"):
             Journal(path)
     path.chmod(0o644)
     assert Journal(path).load() == (STATE, elections(3))
-
-
-@contextmanager
-def _as_a_user_without_rights(folder: Path) -> Iterator[None]:
-    """Be nobody for a while, if this is root, who may do anything."""
-    if os.geteuid() != 0:
-        yield
-        return
-    for parent in [folder, *folder.parents]:
-        if parent.stat().st_mode & 0o005 != 0o005:
-            parent.chmod(parent.stat().st_mode | 0o005)
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 def test_it_is_one_servers_at_a_time(path, monkeypatch) -> None:

@@ -11,9 +11,11 @@ from click.testing import CliRunner
 from lsgd import __version__
 from lsgd.errors import ConfigError
 from lsgd.plan.plan import Plan
-from lsgd.protocol.sockets import Listener
+from lsgd.protocol.sockets import Listener, default_local_address
 from lsgd.server import serve
 from lsgd.server.cli import main
+
+from .helpers import as_a_user_without_rights
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,7 @@ def run(*arguments: str, **variables: str | None) -> tuple[int, str]:
         (["--global", "--listen", "udp://x"], "cannot listen on 'udp://x'"),
         (["--global", "--listen", "tcp://10.0.0..1:1", "--insecure"], "is not an address of this machine"),
         (["--local", "--listen", "ipc://" + "x" * 120], "longer than the system allows"),
-        (["--local", "--listen", "ipc:///proc/lsgd/x"], "cannot create the folder of the socket"),
+        (["--local", "--listen", "ipc:///proc/lsgd/x"], "the socket /proc/lsgd/x cannot be used: No such file"),
         (["--local", "--listen", "tcp://127.0.0.1:0", "--connect", "nonsense"], "'nonsense' is not an address"),
         (["--relay", "--connect", "tcp://127.0.0.1:1"], "--connect is not the relay's"),
         (["--relay", "--period", "3"], "--period is not the relay's"),
@@ -79,6 +81,15 @@ def test_a_file_in_the_place_of_a_socket_is_left_alone(tmp_path) -> None:
     code, output = run("--local", "--listen", f"ipc://{path}")
     assert code == 2 and "exists and is not a socket" in output
     assert path.read_text() == "years of work"
+
+
+def test_a_socket_in_another_users_folder_is_told(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "hers"
+    folder.mkdir(mode=0)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))  # as after `su` from her session
+    told = f"the socket {folder}/lsgd-local.sock cannot be used: Permission denied"
+    with as_a_user_without_rights(tmp_path), pytest.raises(ConfigError, match=told):
+        Listener(default_local_address())
 
 
 def test_a_socket_in_use_is_refused_and_a_stale_one_is_taken_over(tmp_path) -> None:
