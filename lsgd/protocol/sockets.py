@@ -114,7 +114,7 @@ class _Socket:
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
-        self._socket.setsockopt(zmq.IPV6, "[" in address)
+        self._socket.setsockopt(zmq.IPV6, address.count(":") > 2)  # also one that is typed without its brackets
         self._monitor = Monitor(self._context, self._socket) if address.startswith("tcp://") else None
 
     def close(self) -> None:

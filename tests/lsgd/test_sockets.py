@@ -65,9 +65,13 @@ def test_what_is_packed_wrongly_is_a_frame_that_no_message_is_made_of(packed):
         decode(PACKED + packed)
 
 
-def test_frames_go_both_ways_between_sockets(tmp_path):
+@pytest.mark.parametrize(
+    ("address", "typed"), [("ipc://{}/socket", ""), ("tcp://[::1]:0", "[::1]"), ("tcp://[::1]:0", "::1")]
+)
+def test_frames_go_both_ways_between_sockets(tmp_path, address, typed):
     there, back = [FRAME, b"", FRAME[:5]], [b"7", FRAME] * 300
-    with Listener(f"ipc://{tmp_path}/socket") as listener, Connector(listener.address, b"node0#1") as link:
+    listener = Listener(address.format(tmp_path))
+    with listener, Connector(listener.address.replace("[::1]", typed), b"node0#1") as link:
         while not link.send(there):
             Poller(link).wait(0.01)
         Poller(listener).wait(5)
