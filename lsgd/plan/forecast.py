@@ -1,7 +1,9 @@
 """How many global rounds a run will have, by its plan."""
 
+import math
 from dataclasses import replace
 
+from lsgd.algorithms.common import Periodic
 from lsgd.errors import ConfigError
 from lsgd.plan.plan import Phase, Plan, variable
 from lsgd.settings import AlgorithmSettings, fields
@@ -20,7 +22,8 @@ def planned_rounds(plan: Plan, workers: int) -> int | None:
     """
     if not plan.run.iterations:
         return None
-    rounds, left = 1, plan.run.iterations
+    left = plan.run.iterations
+    rounds = 1 + _rounds_by_ramps(plan, workers)
     for phase in plan.phases:
         iterations = min(left, phase.iterations or left)
         rounds += _rounds(phase.algorithm, iterations, workers)
@@ -57,11 +60,25 @@ def _rounds(algorithm: AlgorithmSettings, iterations: int, workers: int) -> int:
     return -(-iterations // (schedule.period * workers))
 
 
+def _ramps(plan: Plan) -> float:
+    """Return the share of the run with shorter periods; plans with several phases have none."""
+    (algorithm, *others) = [phase.algorithm for phase in plan.phases]
+    return 0.0 if others or not isinstance(algorithm, Periodic) else algorithm.warm_share + algorithm.closing_share
+
+
+def _rounds_by_ramps(plan: Plan, workers: int) -> int:
+    """Return about how many rounds more ramps bring: on one, each power of two up to the period has as many."""
+    period = plan.algorithm.schedule().period
+    return round(_ramps(plan) * math.log2(period) * plan.run.iterations / (period * workers))
+
+
 def _often(plan: Plan) -> str:
     periods = [phase.algorithm.schedule().period for phase in plan.phases]
     if len(periods) > 1:
         return f"in its phases one for every {', '.join(map(str, periods))} iterations of each worker"
-    return "one for every iteration" if periods == [1] else f"one for every {periods[0]} iterations of each worker"
+    if periods == [1]:
+        return "one for every iteration"
+    return f"one for every {periods[0]} iterations of each worker{', more on its ramps' if _ramps(plan) else ''}"
 
 
 def _advice(plan: Plan, workers: int) -> str:

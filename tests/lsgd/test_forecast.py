@@ -7,6 +7,7 @@ import pytest
 from lsgd.plan.forecast import FEW_ROUNDS, forecast, planned_rounds
 from lsgd.plan.plan import Plan, assemble
 
+RAMPS = {"warm_share": 0.2, "closing_share": 0.1}
 PHASES = [{"name": "allreduce", "iterations": 100}, {"name": "leader", "period": 16}]
 
 
@@ -20,7 +21,9 @@ def plan(environ: dict[str, str] | None = None, **table: object) -> Plan:
         ({"workers": 2, "iterations": 3000, "algorithm": {"period": 64}}, 25),
         ({"workers": 2, "iterations": 128, "algorithm": {"period": 64}}, 2),
         ({"workers": 3, "iterations": 301, "algorithm": {"name": "allreduce"}}, 101),
+        ({"workers": 2, "iterations": 8192, "algorithm": {"period": 64} | RAMPS}, 64 + round(0.3 * 6 * 64) + 1),
         ({"workers": 2, "iterations": 420, "phase": PHASES}, 50 + 10 + 1),
+        ({"workers": 2, "iterations": 420, "phase": [PHASES[0], PHASES[1] | RAMPS]}, 50 + 10 + 1),
         ({"workers": 2, "iterations": 50, "phase": PHASES}, 25 + 1),
         ({"workers": 2, "seconds": 60}, None),
     ],
@@ -69,6 +72,8 @@ def test_the_words() -> None:
     )
     (line,) = forecast(plan(workers=1, seconds=60, iterations=100, algorithm={"name": "leader"}), 1)
     assert " at most, fewer if 60 s are over first: " in line
+    (line,) = forecast(plan(workers=2, iterations=2000, algorithm={"name": "leader", "period": 64} | RAMPS), 2)
+    assert line.endswith(" about 45 global rounds: one for every 64 iterations of each worker, more on its ramps")
     assert len(forecast(plan(workers=2, iterations=10, algorithm={"name": "allreduce"}), 2)) == 1
     assert forecast(plan(workers=2, algorithm={"name": "leader"}), 2) == []
     (line,) = forecast(plan(workers=2, iterations=1000), 2)
