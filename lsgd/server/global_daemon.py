@@ -446,7 +446,8 @@ class GlobalDaemon:
         self._happened += decision.happened
         for note in decision.notes:
             say(note)
-            if note.code == Why.GENERATION.code and generation is not None and generation.number == 1:
+            begins = note.code == Why.GENERATION.code and not self._state.ledger.count  # not where it has resumed
+            if begins and generation is not None and generation.number == 1:
                 for line in forecast(self._state.plan, len(generation.indices)):
                     self._say(line)
         for worker, incarnation, message in decision.answers:

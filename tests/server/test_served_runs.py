@@ -1,16 +1,18 @@
 """What befalls a run, with the real global server in virtual time; tests/integration has one real run of each kind."""
 
+from dataclasses import replace
+
 import pytest
 
-from lsgd.protocol.events import decode_event
-from lsgd.protocol.messages import PROTOCOL, EventsQuery, StopRun, encode
+from lsgd.protocol.events import Note, decode_event
+from lsgd.protocol.messages import PROTOCOL, EventsQuery, Join, StopRun, Upward, encode
 from lsgd.server.global_daemon import FOLLOWS_FOR_S
 from lsgd.server.stream import Stream
 from lsgd.watch.view import RunView
 
 from .helpers import make_plan
 from .served_run import ServedRun
-from .simulated_run import Faults
+from .simulated_run import Faults, SimulatedWorker
 
 LEASE_S = 10.0
 
@@ -64,6 +66,22 @@ def test_at_the_end_a_view_has_the_count_of_the_run() -> None:
     assert (view.state, view.count) == ("over", limit)
     assert sum(worker.done for worker in view.workers.values()) == limit
     assert {worker.state for worker in view.workers.values()} == {"left"}
+
+
+@pytest.mark.parametrize(("resumed", "lines"), [(0, 2), (60, 0)])
+def test_the_rounds_of_the_plan_are_told_to_a_run_that_begins_with_it(resumed, lines) -> None:
+    class Run(ServedRun):
+        def upward(self, worker: SimulatedWorker, message: Upward) -> None:
+            super().upward(worker, replace(message, resumed=resumed) if isinstance(message, Join) else message)
+
+    run = Run(make_plan(workers=2, iterations=120), [1, 1])
+    run._tick()
+    run.until(lambda: run.state.over)
+    items = run.server._stream.after(0).items
+    events = [decode_event(number, item).what for number, item in enumerate(items)]
+    told = [what.words for what in events if isinstance(what, Note)]
+    assert sum("by its plan" in words or "that is few" in words for words in told) == lines
+    assert run.state.ledger.count == 120
 
 
 def test_the_server_waits_for_those_who_follow_the_run_to_hear_its_end(monkeypatch) -> None:
