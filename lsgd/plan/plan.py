@@ -213,7 +213,7 @@ def read(
     table: Mapping[str, Any] = {}
     if path is not None:
         try:
-            table = tomllib.loads(path.read_text(encoding="utf-8"))
+            table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"the plan {path} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, a thousand brackets

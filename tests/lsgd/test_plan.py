@@ -57,6 +57,12 @@ def test_defaults() -> None:
     assert all(origin == "default" for _, _, origin in sourced.rows())
 
 
+def test_a_file_of_a_windows_editor(path: Path) -> None:
+    plan = read(path, {}, {}).plan
+    path.write_bytes(FILE.replace("\n", "\r\n").encode("utf-8-sig"))
+    assert read(path, {}, {}).plan == plan
+
+
 def test_another_algorithm_leaves_the_settings_of_the_files_one(path: Path) -> None:
     plan = read(path, {"LSGD_ALGORITHM": "bytegrad"}, {}).plan
     assert (plan.algorithm.name, plan.run.iterations) == ("bytegrad", 4000)
