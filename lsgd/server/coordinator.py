@@ -198,7 +198,7 @@ class Coordinator:
             member = state.roster.take_back(message.worker, message.incarnation)
             if member is not None:
                 state.changes += 1
-                state.note(Why.BACK(worker=member.worker))
+                state.note(Why.BACK(worker=member.worker, model=member.model))
         return member
 
     def _from_member(self, member: Member, message: Upward) -> None:

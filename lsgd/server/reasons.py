@@ -170,7 +170,7 @@ class Why(enum.Enum):
     LEAVES = "{worker} leaves: {reason} ({done} iterations)"
     FINISHES = "{worker} has made {done} iterations, all of its own loop, and waits for the end of the run"
     PAUSES = "{worker} pauses until its next iteration"
-    BACK = "{worker} is back, and has the run's model"
+    BACK = "{worker} is back, and has {model}"
     STOPPING = "stopping: {reason}"
     CHANGED = "{name} is set to {text}"
     ROUND = "{scope} round {id}{where}: {who}, {count} iterations"

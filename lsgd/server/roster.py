@@ -184,6 +184,11 @@ class Member:
         return self.committed > 0 and not self.lacking
 
     @property
+    def model(self) -> str:
+        """What such a model is, in words."""
+        return "the run's model" if self.synced else "an older model of the run"
+
+    @property
     def electable_loss(self) -> float:
         """Its loss; infinite if there is none or it is non-finite, so that it is never preferred."""
         loss = finite(self.loss)
@@ -362,18 +367,22 @@ class Roster:
             del self.left[oldest], self.made[oldest]
 
     def take_back(self, worker: str, incarnation: int) -> Member | None:
-        """Let a worker that was evicted for its silence return as a STRAGGLER, if it alone has the run's model."""
+        """Let a worker that was evicted for its silence return as a STRAGGLER with its model, if nobody has the run's.
+
+        It has an older one itself if a generation has begun without it.
+        """
         member = self.left.get(worker)
         if member is None or member.join.incarnation != incarnation or worker in self.members:
             return None
-        if not member.was_silent or not member.synced or self.holders():
+        if not member.was_silent or not model_of([member]) or self.holders():
             return None
         del self.left[worker]
         self.made[worker] -= member.done
         self._ended.discard((worker, incarnation))
+        member.synced &= self.generation is None or worker in self.generation.members
         member.rank, member.left = -1, NO_REASON
         self.members[worker] = member
-        self.move(member, MemberState.STRAGGLER, Why.BACK(worker=worker))
+        self.move(member, MemberState.STRAGGLER, Why.BACK(worker=worker, model=member.model))
         return member
 
     def expired(self, now: float, run: RunSettings, *, trained: bool) -> list[Member]:

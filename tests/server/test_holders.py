@@ -107,6 +107,28 @@ def test_holders_that_were_evicted_come_back_with_the_model() -> None:
     assert bench.roster.made["node0/worker1"] == 0
 
 
+def test_an_evicted_holder_that_others_have_gone_on_without_has_an_older_model() -> None:
+    bench = trained("00", "10", iterations=100)
+    back = fall_silent(bench, "10")
+    bench.tick(11)
+    bench.join("01")
+    bench.ask("01")
+    while "01" not in bench.ask("00"):
+        pass
+    round = bench.round("00", "01")
+    bench.complete("00", round.id)
+    bench.leave("00", failed=True)
+    bench.incarnations |= back
+    bench.heartbeat("10")
+    assert bench.notes == ["node1/worker0 is back, and has an older model of the run"]
+    bench.complete("01", round.id)
+    bench.ask("10")
+    while "10" not in bench.ask("01"):
+        pass
+    round = bench.round("01", "10")
+    assert (round.source, round.new) == (0, (1,))
+
+
 def test_an_evicted_holder_that_is_back_is_kept_when_the_server_is_started_again() -> None:
     bench, back = without_holders()
     bench.incarnations |= back
