@@ -64,7 +64,7 @@ class ShardSampler(Sampler[int]):
         rank, size = self.place()
         # Tuples of small integers hash to the same value in every process.
         generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)) % (1 << 63))
-        shard = torch.randperm(self.length, generator=generator)[rank::size][: self._samples()]
+        shard = torch.randperm(self.length, generator=generator, device="cpu")[rank::size][: self._samples()]
         return shard if self.shuffle else shard.sort().values
 
     def __iter__(self) -> Iterator[int]:

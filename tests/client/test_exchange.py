@@ -21,6 +21,7 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import DiLoCoSettings, LocalSettings, SparseSettings
 from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralizedSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.checkpoint.file import holds
 from lsgd.client.control.island import Island
 from lsgd.client.iteration import chunks, following, handover
 from lsgd.client.iteration.replica import Replica, wide
@@ -799,6 +800,21 @@ def test_a_snapshot_is_saved_when_its_round_is_committed(switchboard, tmp_path) 
     # ... unless the run has gone on since.
     assert carry_out(3, 6, redo=True) == [5]
     assert carry_out(4, 7) == [5, 7]
+
+
+def test_a_script_may_choose_where_its_new_tensors_are(switchboard, tmp_path) -> None:
+    """As by torch.set_default_device("cuda"); a tensor of lsgd's own on "meta" has no numbers."""
+    holds.cache_clear()
+    members = Members(switchboard, 2, settings=LocalSettings(period=4), sync_optimizer=True, folder=tmp_path)
+
+    def run(rank: int) -> None:
+        with torch.device("meta"):
+            members.rounds[rank].carry_out(members.round(new=(0,), source=1, count=1, checkpoint=True))
+            members.rounds[rank].carry_out(members.round(2, final=True))
+
+    assert together(run, range(2)) == [None] * 2
+    assert members.values("linear.weight") == members.values("norm.running_mean") == [2.0] * 2
+    assert counts(tmp_path, "run", "node0/worker1") == [1]
 
 
 def test_without_a_global_round_there_is_nothing_to_save(switchboard, tmp_path) -> None:

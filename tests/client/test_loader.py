@@ -15,6 +15,7 @@ from torch.utils.data import (
 )
 
 from lsgd.client.loader import digest, length, shard_loader, shard_of, warn_if_unsharded
+from lsgd.client.streams import Part
 from lsgd.errors import ConfigError
 
 
@@ -80,6 +81,12 @@ def test_each_epoch_has_an_order_of_its_own_and_the_seed_gives_it() -> None:
     epochs = [epoch(one) for _ in range(3)]
     assert [epoch(same) for _ in range(3)] == epochs
     assert len({tuple(e) for e in (*epochs, epoch(other))}) == 4
+
+
+def test_shards_and_streams_are_counted_in_host_memory_whatever_the_default_is() -> None:
+    with torch.device("meta"):  # a tensor there has no numbers
+        assert sorted(loader().sampler.shard().tolist()) == list(range(23))
+        assert Part(iter(range(3)), lambda: (1, 3)).place == (1, 3)
 
 
 def test_an_epoch_left_early_is_followed_by_another_order() -> None:

@@ -44,7 +44,7 @@ class Packed:
 def holds(dtype: torch.dtype) -> bool:
     """Return whether safetensors has a dtype; for example, it has no complex128."""
     try:
-        save({"x": torch.empty(0, dtype=dtype)})
+        save({"x": torch.empty(0, dtype=dtype, device="cpu")})
     except Exception:  # of which kind, its versions disagree
         return False
     return True

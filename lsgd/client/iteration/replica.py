@@ -205,7 +205,7 @@ class Replica:
         if looks:
             differs = [float(len({*each}) > 1) for each in zip(*(look.prints for look in looks), strict=True)]
         else:
-            own = torch.tensor(fingerprints(tensors), dtype=torch.int64)
+            own = torch.tensor(fingerprints(tensors), dtype=torch.int64, device="cpu")
             group.take_heads([heads := own.clone()])
             differs = add((own != heads).tolist())
         differ = [index for index, number in enumerate(differs) if number]
@@ -327,7 +327,8 @@ class Replica:
         # In lockstep, every iteration is a round, and averaging them in the consensus is enough.
         if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or self.lockstep:
             return Commit()
-        flat, finite, usable = torch.cat([wide(b) for b in buffers]), torch.tensor(True), torch.tensor(True)
+        flat = torch.cat([wide(b) for b in buffers])
+        finite, usable = torch.tensor(True, device="cpu"), torch.tensor(True, device="cpu")
         if treated == "leader":
             group.broadcast(flat, order.leader)
             usable = finiteness([flat])  # of the leader, so all decide alike

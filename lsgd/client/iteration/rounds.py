@@ -225,7 +225,7 @@ class Rounds:
             if anew or order.new or order.final or not self._looks:
                 self._look(active)
             elif (finite := self._finite()) is not None:
-                active.finite_model = torch.tensor(finite)
+                active.finite_model = torch.tensor(finite, device="cpu")
             active.to(State.ENTERED)
             if order.final:
                 self._agree(replica.consensus(group, order, finite=not active.model_is_broken))
