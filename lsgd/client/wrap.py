@@ -7,9 +7,9 @@ average of weights). Forward passes without gradients are an evaluation.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -332,8 +332,23 @@ def _without_gradients(worker: WrappedWorker, optimizer: torch.optim.Optimizer, 
 
 
 def _eager(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that torch.compile does not trace."""
-    return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
+    """Return a hook that torch.compile does not trace.
+
+    In a pickled model, one that does nothing takes its place: Python's own, so that reading it needs no lsgd.
+    """
+
+    class Hook:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def __call__(self, *args: Any) -> None:
+            hook(*args)
+
+        def __deepcopy__(self, memo: object) -> Self:
+            return self  # as functions do
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, (nullcontext(), "__exit__")
+
+    return Hook()
 
 
 def loss_in(output: Any) -> Tensor | None:
