@@ -138,6 +138,17 @@ def test_a_state_that_nobody_can_take_over_is_an_error_in_words(switchboard) -> 
         replica.take_over([replica.optimizer_bytes()])
 
 
+def test_counts_of_steps_that_are_taken_over_stay_in_host_memory(switchboard) -> None:
+    """Torch leaves them where they are: on a GPU, each step would wait for each of them."""
+    members = Members(switchboard, 1)
+    replica, optimizer, weight = members.replicas[0], members.optimizers[0], members.models[0].linear.weight
+    optimizer.state[weight] = {"step": torch.tensor(3.0), "momentum_buffer": torch.ones_like(weight)}
+    membership = replace(members.rounds[0].entry.membership, device=torch.device("meta"))  # in a GPU's place
+    other = Replica(membership, replica.flat, replica.model, [optimizer], members.checkpoints[0])
+    other.take_over([replica.optimizer_bytes()])
+    assert float(optimizer.state[weight]["step"]) == 3.0 and optimizer.state[weight]["momentum_buffer"].sum() == 6
+
+
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_newcomers_take_everything_from_the_source(switchboard, name) -> None:
     members = Members(switchboard, 3, settings=ALGORITHMS[name]())

@@ -74,7 +74,6 @@ class Replica:
     ) -> None:
         self.ddp = ddp
         self.run = membership.plan.run
-        self.device = membership.device
         self.flat = flat
         self.model = model
         self.optimizers = list(optimizers)
@@ -269,7 +268,8 @@ class Replica:
         for data in states:
             stream = io.BytesIO(data.numpy().tobytes())
             try:
-                loaded, scales = torch.load(stream, map_location=self.device, weights_only=True)
+                # Loading moves it to the parameters, but for counts of steps, which would hold up a GPU there.
+                loaded, scales = torch.load(stream, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
                 raise LsgdError(
                     f"an optimizer's state has something that is neither a tensor nor a number, so another worker "
