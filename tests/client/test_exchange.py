@@ -138,6 +138,15 @@ def test_a_state_that_nobody_can_take_over_is_an_error_in_words(switchboard) -> 
         replica.take_over([replica.optimizer_bytes()])
 
 
+def test_the_state_of_other_optimizers_is_refused_in_words(switchboard) -> None:
+    """As that of workers that have added a parameter group since the join."""
+    members = Members(switchboard, 2)
+    one, other = members.replicas
+    other.optimizers[0].add_param_group({"params": list(members.models[1].wide.parameters())})
+    with pytest.raises(LsgdError, match="whose state it takes over: loaded state dict has a different number of param"):
+        one.take_over([other.optimizer_bytes()])
+
+
 def test_counts_of_steps_that_are_taken_over_stay_in_host_memory(switchboard) -> None:
     """Torch leaves them where they are: on a GPU, each step would wait for each of them."""
     members = Members(switchboard, 1)

@@ -275,8 +275,15 @@ class Replica:
                     f"an optimizer's state has something that is neither a tensor nor a number, so another worker "
                     f"cannot take it over; keep it elsewhere: {str(error).splitlines()[0]}"
                 ) from None
-            for optimizer, state in zip(self.optimizers, loaded, strict=True):
-                load_optimizer(optimizer, state)
+            try:
+                for optimizer, state in zip(self.optimizers, loaded, strict=True):
+                    load_optimizer(optimizer, state)
+            except (ValueError, KeyError) as error:
+                raise LsgdError(
+                    f"this worker's optimizers do not fit those whose state it takes over: {error}; join with the same "
+                    f"optimizers on all workers, and with all parameter groups from the start (a group can train later "
+                    f"by lr=0 until then)"
+                ) from None
             for name, scaler in self._scalers().items():
                 if scales.get(name):  # the source has one, and it is enabled
                     scaler.load_state_dict(scales[name])
