@@ -223,6 +223,20 @@ def test_a_model_that_is_not_finite_is_healed_with_its_optimizer(switchboard, se
     assert momentum["momentum_buffer"].tolist() == [[3.0] * 3] * 2
 
 
+def test_an_optimizer_may_keep_lists_and_entries_of_its_own(switchboard) -> None:
+    """LBFGS keeps lists of directions, and others count their steps outside of the parameters' states."""
+    members = Members(switchboard, 2, settings=LocalSettings(period=4), sync_optimizer=True)
+    one, other = members.optimizers
+    other.state["step"] = 3
+    other.state[members.models[1].linear.weight] = {"old_dirs": [torch.tensor([math.nan, 1.0])]}
+    members.models[1].linear.bias.data.fill_(math.nan)
+    assert members.run(members.round(final=True)) == [None] * 2
+    assert other.state[members.models[1].linear.weight]["old_dirs"][0].tolist() == [0.0, 1.0]
+    members.replicas[0].take_over([members.replicas[1].optimizer_bytes()])
+    assert one.state["step"] == 3
+    assert one.state[members.models[0].linear.weight]["old_dirs"][0].tolist() == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("kind", [DecentralizedSettings, LowPrecisionDecentralizedSettings])
 @pytest.mark.parametrize("interval", [1, 2])
 def test_a_worker_trains_on_after_a_batch_that_is_not_finite(switchboard, kind, interval) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from lsgd.algorithms import Algorithm
 from lsgd.algorithms.base import all_finite
@@ -475,10 +476,14 @@ class FiniteCheck:
 def clear(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Set non-finite values in the optimizers' states to zero: they would break the model again."""
     for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.is_floating_point() and not all_finite([local(value)]):
-                    local(value).nan_to_num_(0.0, 0.0, 0.0)
+        for value in tensors_in(optimizer):
+            if value.is_floating_point() and not all_finite([local(value)]):
+                local(value).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def tensors_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors of an optimizer's state, also those in lists, and those of no parameter."""
+    return [x for x in _pytree.tree_leaves(list(optimizer.state.values())) if isinstance(x, Tensor)]
 
 
 def in_words(broken: Mapping[str, int]) -> str:

@@ -16,7 +16,7 @@ from torch.utils import _pytree
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
 from lsgd.algorithms.base import Algorithm, Commit, all_finite, clones, copy_all, finiteness
 from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.checkpoint.checkpoints import Checkpoints, tensors_in
 from lsgd.client.control.island import Island
 from lsgd.client.control.joining import Membership
 from lsgd.client.control.replicas import fingerprints
@@ -221,8 +221,7 @@ class Replica:
                 f"DistributedDataParallel averages their gradients only if the loop calls it, not the module inside; "
                 f"and all must make the same steps"
             )
-        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
-        group.take_heads([x for s in states for x in s.values() if isinstance(x, Tensor)])
+        group.take_heads([x for optimizer in self.optimizers for x in tensors_in(optimizer)])
         if not self._aligned:
             self._aligned = True
             logger.warning(
