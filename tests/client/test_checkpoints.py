@@ -5,6 +5,7 @@ import functools
 import os
 import random
 import resource
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ ABOUT = {"model": "m", "model_summary": "2 tensors"}
         {"a": torch.tensor(1.5), 0: [1, 2.5, None, True], "b": ("x", {"c": torch.eye(2).bool()})},
         {"a/b": torch.ones(1), "a": {"b": torch.zeros(2, 0)}},
         [torch.full((2,), float("nan"), dtype=torch.bfloat16), float("inf"), 1 << 80, {}, (), ""],
+        {"milestones": Counter({80: 1, 120: 2})},
     ],
 )
 def test_a_state_comes_back_as_it_was(tmp_path: Path, state: object) -> None:
