@@ -287,6 +287,30 @@ def test_a_buffer_that_is_meant_to_be_infinite_spoils_no_average(switchboard) ->
     assert members.values("mask") == [float("-inf")] * 2
 
 
+def test_sparse_expanded_and_8_bit_tensors_are_no_obstacle(switchboard, tmp_path) -> None:
+    """Graphs as sparse matrices, and constants that repeat one number, stay what they are."""
+
+    class Graph(Odd):
+        def __init__(self, value: float) -> None:
+            super().__init__(value)
+            self.register_buffer("edges", torch.eye(3).to_sparse())
+            self.fixed_edges = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+            self.register_buffer("repeated", torch.full((2, 1), value).expand(2, 3))
+            self.register_buffer("small", torch.full((4,), value).to(torch.float8_e5m2))
+
+    members = Members(switchboard, 2, model=Graph, folder=tmp_path)
+    assert members.run(members.round(new=(0,), source=1, count=1, checkpoint=True)) == [None] * 2
+    assert members.values("repeated") == members.values("small") == members.values("frozen.bias") == [2.0] * 2
+    members.models[0].repeated[:, 0] = 4.0
+    assert members.run(members.round(2, final=True)) == [None] * 2
+    assert members.values("repeated") == [3.0] * 2 and members.models[0].repeated.shape == (2, 3)
+    assert torch.equal(members.models[0].edges.to_dense(), torch.eye(3))
+    model = Graph(7.0)
+    resumed = Checkpoints(model, [torch.optim.SGD(model.linear.parameters())], {}, None, tmp_path, Island())
+    resumed.load("node0/worker0", *describe(model))
+    assert model.repeated.tolist() == [[2.0] * 3] * 2 and model.linear.bias.tolist() == [2.0] * 2
+
+
 @pytest.mark.parametrize(
     ("setting", "expected"), [("keep", [1.0, 2.0]), ("leader", [2.0, 2.0]), ("average", [1.5, 1.5])]
 )

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -22,7 +23,7 @@ from lsgd.client.checkpoint.file import DamagedError, Packed, from_bytes, pack, 
 from lsgd.client.checkpoint.reshard import Resharding, layout_of
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError, NonFiniteError
-from lsgd.flat import Layout, describe, named_floating_buffers
+from lsgd.flat import Layout, describe, named_floating_buffers, written
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
 from lsgd.run_folder import checkpoint_path, counts, island_sizes, process_name, runs
@@ -387,8 +388,8 @@ class Checkpoints:
         return self._is_finite
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ((name, local(parameter)) for name, parameter in self._model.named_parameters())
-        yield from self._model.named_buffers()
+        for name, x in chain(self._model.named_parameters(), self._model.named_buffers()):
+            yield from ((name, part) for part in written(local(x)))
 
 
 def _check_stateful(name: str, thing: object) -> None:

@@ -22,7 +22,7 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.control.replicas import fingerprints
 from lsgd.client.groups.base import WorkerGroup
 from lsgd.errors import DetachedError, LsgdError
-from lsgd.flat import FlatParameters
+from lsgd.flat import FlatParameters, written
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings, same_form
@@ -180,7 +180,10 @@ class Replica:
 
     def _mirrored(self) -> list[Tensor]:
         """Return what is equal in all replicas: the flat parameters, then the buffers."""
-        return [*self.flat.buffers, *self.model.buffers()]
+        return [*self.flat.buffers, *self._buffers()]
+
+    def _buffers(self) -> list[Tensor]:
+        return [part for x in self.model.buffers() for part in written(x)]
 
     def align(
         self, island: Island, group: WorkerGroup, looks: Sequence[Look], add: Callable[[Sequence[float]], list[float]]
@@ -242,8 +245,8 @@ class Replica:
         if not any_:
             return [], [], self.algorithm.shared_state()
         flat = [] if self.algorithm.common_model() else self.flat.buffers
-        frozen = [local(x) for x in self.flat.frozen]
-        return [*flat, *self.model.buffers(), *states], frozen, self.algorithm.shared_state()
+        frozen = [part for x in self.flat.frozen for part in written(local(x))]
+        return [*flat, *self._buffers(), *states], frozen, self.algorithm.shared_state()
 
     def keep(self) -> None:
         """Keep a copy of what a newcomer has, until it has the run's model; one that exists stays."""
@@ -257,7 +260,7 @@ class Replica:
         self._kept = None
 
     def _own(self) -> list[Tensor]:
-        return [*self.flat.buffers, *self.model.buffers(), *self.algorithm.shared_state()]
+        return [*self.flat.buffers, *self._buffers(), *self.algorithm.shared_state()]
 
     def take_over(self, states: Sequence[Tensor]) -> None:
         """Begin with the model that all share, if the algorithm has one, and the optimizers' ``states``, if any."""
@@ -424,7 +427,7 @@ def _relative(was: Tensor, now: Tensor) -> float:
 
 def wide(x: Tensor) -> Tensor:
     """Return ``x`` as one row, in float32 or wider."""
-    return x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+    return x.reshape(-1).to(torch.float32 if x.element_size() < 4 else x.dtype)  # torch promotes no 8-bit floats
 
 
 def _squares(own: Sequence[Tensor], means: Sequence[Tensor], group: WorkerGroup) -> list[float]:
