@@ -334,6 +334,16 @@ def test_a_model_that_is_not_finite_is_not_saved_and_the_last_one_that_is_stays(
     ]
 
 
+def test_a_buffer_that_training_has_made_longer_comes_back(tmp_path: Path) -> None:
+    """Quantization-aware training does so in its first step, and tables of positions with longer inputs."""
+    model, other = Masked(), Masked()
+    checkpoints = started(model, tmp_path)
+    model.register_buffer("mask", torch.arange(6.0))
+    assert checkpoints.save(checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3))
+    assert resumed(tmp_path, other) == (5, RUN)
+    assert other.mask.tolist() == [0, 1, 2, 3, 4, 5] and torch.equal(other.layer.weight, model.layer.weight)
+
+
 def test_other_optimizers_and_extras_are_named(tmp_path: Path, caplog) -> None:
     model = nn.Linear(3, 2)
     saved(tmp_path, model, ema=model)

@@ -199,7 +199,9 @@ class Checkpoints:
             _load_optimizer(optimizer, kind, saved, path)
         with torch.no_grad():
             for name, tensor in self._tensors():
-                tensor.copy_(state["model"][name])
+                if tensor.shape != (saved := state["model"][name]).shape:  # a buffer that training has made longer
+                    tensor.data = torch.empty_like(saved, device=tensor.device)
+                tensor.copy_(saved)
         state, self._path = state | self._own_of(state), path
         self._saved_extra = state["extra"]
         for name, thing in self._extra.items():
