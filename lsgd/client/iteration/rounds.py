@@ -405,6 +405,12 @@ class Rounds:
         self.entry.missed = None
         self.entry.leave(cut=True)
 
+    def drop_torn(self) -> None:
+        """Drop the round of a backward pass that an error has ended in the middle, which the script has handled."""
+        if self.gradients is not None and self.active is not None and self.active.state is State.EXCHANGING:
+            self.drop("its backward pass ended with an error")
+            self.gradients.forget()
+
     def _complete(self) -> None:
         """Complete a round whose exchange is committed: save the checkpoint, and tell the servers."""
         assert self.active is not None
