@@ -95,6 +95,19 @@ def test_an_epoch_left_early_is_followed_by_another_order() -> None:
     assert len({tuple(batch) for batch in first}) == 3
 
 
+def test_loaders_that_are_made_for_each_epoch_deal_anew_in_each() -> None:
+    one, samplers, seen = loader(), [], []
+    for _ in range(3):
+        made, other = loader(), loader(length=22)
+        for each in (made, other):
+            each.sampler.follow(samplers)
+            samplers.append(each.sampler)
+        seen.append(epoch(made))
+    assert seen == [epoch(one) for _ in range(3)] and seen[0] != seen[1]
+    samplers[-1].follow(samplers)
+    assert samplers[-1].epoch == 0, "none of other data counts"
+
+
 def test_shards_follow_the_membership_from_the_next_epoch_on() -> None:
     place = [0, 2]
     data = shard_loader(dataset(), lambda: (place[0], place[1]), 0, True, {"batch_size": 4})
