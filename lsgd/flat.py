@@ -178,7 +178,19 @@ def floating_buffers(model: nn.Module) -> list[Tensor]:
 
 def named_floating_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the same buffers with their names."""
-    return ((name, b) for name, b in model.named_buffers() if b.is_floating_point() and b.numel())
+    buffers = ((name, b) for name, x in model.named_buffers() for b in written(x))
+    return ((name, b) for name, b in buffers if b.is_floating_point() and b.numel())
+
+
+def written(x: Tensor) -> Iterator[Tensor]:
+    """Yield what can be written of a buffer or a frozen parameter: of an expanded one what it repeats.
+
+    Of a sparse one, such as a graph's matrix, it is nothing: it stays as the script has made it.
+    """
+    if x.layout == torch.strided:
+        for dim in reversed(range(x.dim())):
+            x = x if x.stride(dim) or x.shape[dim] < 2 else x.select(dim, 0)
+        yield x
 
 
 def describe(model: nn.Module, *, whole: bool = False) -> tuple[str, str]:

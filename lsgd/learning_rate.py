@@ -52,7 +52,8 @@ class Fallen:
 
     def rate(self, optimizers: Iterable[Any]) -> float | None:
         """Return the highest current learning rate of these torch optimizers; None if it was never higher."""
-        rate = max((float(group["lr"]) for o in optimizers for group in o.param_groups), default=0.0)
+        rates = (group.get("lr") for o in optimizers for group in o.param_groups)  # Adafactor may have none
+        rate = max((float(each) for each in rates if each is not None), default=0.0)
         self._highest = max(self._highest, rate)
         return rate if rate < self._highest else None
 
@@ -87,7 +88,7 @@ class RateSchedules:
     def add(self, optimizers: Sequence[torch.optim.Optimizer], kind: str, warmup: float, decay: float) -> None:
         """Let the learning rates of some optimizers follow :func:`factor` from now on, instead of an earlier schedule.
 
-        Raises ConfigError if an argument is wrong, the plan has no end, or an optimizer did not join.
+        Raises ConfigError if an argument is wrong, the plan has no end, or an optimizer did not join or has no rate.
         """
         check(kind, warmup, decay)
         if not self._has_end():
@@ -100,6 +101,11 @@ class RateSchedules:
             raise ConfigError(
                 "worker.schedule got an optimizer that this worker did not join with; pass the optimizer or the list "
                 "that Worker.join got"
+            )
+        if any(group.get("lr") is None for optimizer in optimizers for group in optimizer.param_groups):
+            raise ConfigError(
+                "worker.schedule got an optimizer without a learning rate, which chooses its steps itself: give it one "
+                "(for Adafactor also relative_step=False), or leave out worker.schedule"
             )
         self._factors |= dict.fromkeys(optimizers, lambda progress: factor(kind, progress, warmup, decay))
         self.follow()

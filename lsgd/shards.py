@@ -161,7 +161,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
     saved = {
         place: {name: _like_state(value, parameters[place]) for name, value in values.items()}
         for place, values in state["state"].items()
-        if place < len(parameters)
+        if place in range(len(parameters))  # else an entry of the optimizer's own
     }
     optimizer.load_state_dict({**state, "state": {**state["state"], **saved}})
 

@@ -183,7 +183,7 @@ def copy_all(targets: Flat, sources: Flat) -> None:
 def finiteness(tensors: Iterable[Tensor]) -> Tensor:
     """Return whether no element is NaN or infinite, on the device (one pass, no temporary; minima propagate NaN)."""
     found = [torch.stack(x.aminmax()).isfinite().all() for x in tensors if x.numel()]
-    return torch.stack([x.to(found[0].device) for x in found]).all() if found else torch.tensor(True)
+    return torch.stack([x.to(found[0].device) for x in found]).all() if found else torch.tensor(True, device="cpu")
 
 
 def all_finite(tensors: Flat) -> bool:

@@ -556,7 +556,7 @@ def _factor(own: float, mean: float, members: int) -> float:
     """
     if not 0 < mean <= own < math.inf:
         return 1.0
-    return torch.tensor(min(math.sqrt(own / mean), math.sqrt(members)), dtype=torch.float32).item()
+    return torch.tensor(min(math.sqrt(own / mean), math.sqrt(members)), dtype=torch.float32, device="cpu").item()
 
 
 def _places(parameters: Flat, fragments: int, unit: int) -> list[list[slice]]:

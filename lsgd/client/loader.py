@@ -64,17 +64,25 @@ class ShardSampler(Sampler[int]):
         rank, size = self.place()
         # Tuples of small integers hash to the same value in every process.
         generator = torch.Generator().manual_seed(hash((self.seed, self.epoch)) % (1 << 63))
-        shard = torch.randperm(self.length, generator=generator)[rank::size][: self._samples()]
+        shard = torch.randperm(self.length, generator=generator, device="cpu")[rank::size][: self._samples()]
         return shard if self.shuffle else shard.sort().values
 
     def __iter__(self) -> Iterator[int]:
+        self.epoch = self.next_epoch
         skip, self._skip = self._skip, 0
-        # An epoch left early is over, and so is one that nobody counts: the next one has another order.
-        if self.consumed > skip or self._through == self.epoch:
-            self.epoch += 1
         self.consumed = skip
         self.dealt_for = self.place()
         return self._draw(self.shard()[skip:].tolist(), self.epoch)
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of the next pass: one left early is over, and so is one that nobody counts."""
+        return self.epoch + (self.consumed > self._skip or self._through == self.epoch)
+
+    def follow(self, earlier: Iterable["ShardSampler"]) -> None:
+        """Begin after the epochs of earlier samplers of the same data: a script may make a loader for each epoch."""
+        same = (each for each in earlier if (each.length, each.seed) == (self.length, self.seed))
+        self.epoch = max((each.next_epoch for each in same), default=0)
 
     def _draw(self, indices: list[int], epoch: int) -> Iterator[int]:
         yield from indices

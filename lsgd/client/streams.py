@@ -51,7 +51,7 @@ class Part(IterableDataset[Any]):
         check_stream(stream)
         self._stream = stream
         self._place: Callable[[], tuple[int, int]] | None = place
-        self._shared = torch.zeros(3, dtype=torch.int64)  # rank, world size, pass
+        self._shared = torch.zeros(3, dtype=torch.int64, device="cpu")  # rank, world size, pass
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
         self._drawn = 0  # elements of this pass that this process has drawn
         self._deal = Deal(stream)

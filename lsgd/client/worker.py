@@ -97,6 +97,7 @@ class Worker:
         self._data = loaders.FirstData(lambda digest: self._channel.send(Data(*membership.who, digest)))
         leave_on_errors(self)
         self._parts = weakref.WeakSet[Part]()
+        self._samplers: list[loaders.ShardSampler] = []
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     @classmethod
@@ -271,7 +272,8 @@ class Worker:
     ) -> loaders.ShardLoader | StreamLoader:
         """Return a DataLoader of this worker's shard of ``dataset``; each process of an island gets a part of it.
 
-        Every epoch deals new shards, which are disjoint, cover the dataset, and follow the membership. The loader's
+        Every epoch deals new shards, which are disjoint, cover the dataset, and follow the membership. A loader that is
+        made anew for each epoch goes on with the epoch after those of earlier ones of the same data. The loader's
         ``state_dict()`` says how far training is; it counts batches consumed, not prefetched. A stream is divided as
         by :meth:`shard`, and neither shuffled nor seeded here.
 
@@ -290,6 +292,11 @@ class Worker:
             agree = partial(_all_have_a_batch, island)
             return self._checkpoints.attend(StreamLoader(self._part(dataset), agree, options))
         loader = loaders.shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
+        return self._deal(loader)
+
+    def _deal(self, loader: loaders.ShardLoader) -> loaders.ShardLoader:
+        loader.sampler.follow(self._samplers)
+        self._samplers.append(loader.sampler)
         return self._checkpoints.attend(loader)
 
     def shard(self, data: Iterable[Any]) -> Any:
@@ -317,7 +324,7 @@ class Worker:
             return self._checkpoints.attend(StreamLoader(stream, agree, loaders.options_of(data)))
         self._data.is_sharded()
         shard = loaders.shard_of(data, partial(_place, weakref.ref(self)), island.size)
-        return self._checkpoints.attend(shard) if isinstance(shard, loaders.ShardLoader) else shard
+        return self._deal(shard) if isinstance(shard, loaders.ShardLoader) else shard
 
     def attend(self, name: str, thing: Stateful) -> None:
         """Save an object in checkpoints from now on; if the run resumes, restore it at once. As ``extra`` of the join.

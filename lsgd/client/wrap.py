@@ -7,19 +7,21 @@ average of weights). Forward passes without gradients are an evaluation.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from lsgd.algorithms.base import clones
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client import loader as loaders
 from lsgd.client.control.joining import unwrapped
 from lsgd.client.iteration.steps import WARN_AFTER_STEPS, closure_in, with_closure
 from lsgd.client.worker import Worker, check_steps
 from lsgd.errors import ConfigError, LsgdError
+from lsgd.flat import written
 from lsgd.protocol.messages import LOOP_ENDED
 
 logger = logging.getLogger("lsgd")
@@ -209,10 +211,10 @@ class _Hooks:
             self._mute(worker)
         elif not self._inside:
             self._evaluate(worker)
-        self._buffers = [x.clone() for x in model.buffers()] if worker.stopped and trains else []
+        self._buffers = clones(_written(model)) if worker.stopped and trains else []
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for x, kept in zip(model.buffers(), self._buffers, strict=False):  # the statistics of batch norm
+        for x, kept in zip(_written(model), self._buffers, strict=False):  # the statistics of batch norm
             x.data.copy_(kept)  # a change that the backward pass does not see
         self._buffers = []
         if self.worker is not None and self.reports and model.training and torch.is_grad_enabled():
@@ -332,8 +334,27 @@ def _without_gradients(worker: WrappedWorker, optimizer: torch.optim.Optimizer, 
 
 
 def _eager(hook: Callable[..., None]) -> Callable[..., None]:
-    """Return a hook that torch.compile does not trace."""
-    return torch.compiler.disable(hook)  # type: ignore[no-any-return, no-untyped-call]
+    """Return a hook that torch.compile does not trace.
+
+    In a pickled model, one that does nothing takes its place: Python's own, so that reading it needs no lsgd.
+    """
+
+    class Hook:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def __call__(self, *args: Any) -> None:
+            hook(*args)
+
+        def __deepcopy__(self, memo: object) -> Self:
+            return self  # as functions do
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, (nullcontext(), "__exit__")
+
+    return Hook()
+
+
+def _written(model: nn.Module) -> list[Tensor]:
+    return [part for x in model.buffers() for part in written(x)]
 
 
 def loss_in(output: Any) -> Tensor | None:

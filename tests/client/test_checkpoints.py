@@ -5,6 +5,7 @@ import functools
 import os
 import random
 import resource
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,6 +39,7 @@ ABOUT = {"model": "m", "model_summary": "2 tensors"}
         {"a": torch.tensor(1.5), 0: [1, 2.5, None, True], "b": ("x", {"c": torch.eye(2).bool()})},
         {"a/b": torch.ones(1), "a": {"b": torch.zeros(2, 0)}},
         [torch.full((2,), float("nan"), dtype=torch.bfloat16), float("inf"), 1 << 80, {}, (), ""],
+        {"milestones": Counter({80: 1, 120: 2})},
     ],
 )
 def test_a_state_comes_back_as_it_was(tmp_path: Path, state: object) -> None:
@@ -330,6 +332,16 @@ def test_a_model_that_is_not_finite_is_not_saved_and_the_last_one_that_is_stays(
         f"{tensor}; {checkpoint_path(tmp_path, RUN, last, WORKER)} stays the last one"
         for count, last in ((2, 1), (5, 4))
     ]
+
+
+def test_a_buffer_that_training_has_made_longer_comes_back(tmp_path: Path) -> None:
+    """Quantization-aware training does so in its first step, and tables of positions with longer inputs."""
+    model, other = Masked(), Masked()
+    checkpoints = started(model, tmp_path)
+    model.register_buffer("mask", torch.arange(6.0))
+    assert checkpoints.save(checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3))
+    assert resumed(tmp_path, other) == (5, RUN)
+    assert other.mask.tolist() == [0, 1, 2, 3, 4, 5] and torch.equal(other.layer.weight, model.layer.weight)
 
 
 def test_other_optimizers_and_extras_are_named(tmp_path: Path, caplog) -> None:

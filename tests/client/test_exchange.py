@@ -21,6 +21,7 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import DiLoCoSettings, LocalSettings, SparseSettings
 from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralizedSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.checkpoint.file import holds
 from lsgd.client.control.island import Island
 from lsgd.client.iteration import chunks, following, handover
 from lsgd.client.iteration.replica import Replica, wide
@@ -137,6 +138,26 @@ def test_a_state_that_nobody_can_take_over_is_an_error_in_words(switchboard) -> 
         replica.take_over([replica.optimizer_bytes()])
 
 
+def test_the_state_of_other_optimizers_is_refused_in_words(switchboard) -> None:
+    """As that of workers that have added a parameter group since the join."""
+    members = Members(switchboard, 2)
+    one, other = members.replicas
+    other.optimizers[0].add_param_group({"params": list(members.models[1].wide.parameters())})
+    with pytest.raises(LsgdError, match="whose state it takes over: loaded state dict has a different number of param"):
+        one.take_over([other.optimizer_bytes()])
+
+
+def test_counts_of_steps_that_are_taken_over_stay_in_host_memory(switchboard) -> None:
+    """Torch leaves them where they are: on a GPU, each step would wait for each of them."""
+    members = Members(switchboard, 1)
+    replica, optimizer, weight = members.replicas[0], members.optimizers[0], members.models[0].linear.weight
+    optimizer.state[weight] = {"step": torch.tensor(3.0), "momentum_buffer": torch.ones_like(weight)}
+    membership = replace(members.rounds[0].entry.membership, device=torch.device("meta"))  # in a GPU's place
+    other = Replica(membership, replica.flat, replica.model, [optimizer], members.checkpoints[0])
+    other.take_over([replica.optimizer_bytes()])
+    assert float(optimizer.state[weight]["step"]) == 3.0 and optimizer.state[weight]["momentum_buffer"].sum() == 6
+
+
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
 def test_newcomers_take_everything_from_the_source(switchboard, name) -> None:
     members = Members(switchboard, 3, settings=ALGORITHMS[name]())
@@ -202,6 +223,20 @@ def test_a_model_that_is_not_finite_is_healed_with_its_optimizer(switchboard, se
     assert momentum["momentum_buffer"].tolist() == [[3.0] * 3] * 2
 
 
+def test_an_optimizer_may_keep_lists_and_entries_of_its_own(switchboard) -> None:
+    """LBFGS keeps lists of directions, and others count their steps outside of the parameters' states."""
+    members = Members(switchboard, 2, settings=LocalSettings(period=4), sync_optimizer=True)
+    one, other = members.optimizers
+    other.state["step"] = 3
+    other.state[members.models[1].linear.weight] = {"old_dirs": [torch.tensor([math.nan, 1.0])]}
+    members.models[1].linear.bias.data.fill_(math.nan)
+    assert members.run(members.round(final=True)) == [None] * 2
+    assert other.state[members.models[1].linear.weight]["old_dirs"][0].tolist() == [0.0, 1.0]
+    members.replicas[0].take_over([members.replicas[1].optimizer_bytes()])
+    assert one.state["step"] == 3
+    assert one.state[members.models[0].linear.weight]["old_dirs"][0].tolist() == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("kind", [DecentralizedSettings, LowPrecisionDecentralizedSettings])
 @pytest.mark.parametrize("interval", [1, 2])
 def test_a_worker_trains_on_after_a_batch_that_is_not_finite(switchboard, kind, interval) -> None:
@@ -250,6 +285,30 @@ def test_a_buffer_that_is_meant_to_be_infinite_spoils_no_average(switchboard) ->
     members.run(members.round(2, final=True))
     assert members.values("linear.weight") == [1.25, 1.25]
     assert members.values("mask") == [float("-inf")] * 2
+
+
+def test_sparse_expanded_and_8_bit_tensors_are_no_obstacle(switchboard, tmp_path) -> None:
+    """Graphs as sparse matrices, and constants that repeat one number, stay what they are."""
+
+    class Graph(Odd):
+        def __init__(self, value: float) -> None:
+            super().__init__(value)
+            self.register_buffer("edges", torch.eye(3).to_sparse())
+            self.fixed_edges = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+            self.register_buffer("repeated", torch.full((2, 1), value).expand(2, 3))
+            self.register_buffer("small", torch.full((4,), value).to(torch.float8_e5m2))
+
+    members = Members(switchboard, 2, model=Graph, folder=tmp_path)
+    assert members.run(members.round(new=(0,), source=1, count=1, checkpoint=True)) == [None] * 2
+    assert members.values("repeated") == members.values("small") == members.values("frozen.bias") == [2.0] * 2
+    members.models[0].repeated[:, 0] = 4.0
+    assert members.run(members.round(2, final=True)) == [None] * 2
+    assert members.values("repeated") == [3.0] * 2 and members.models[0].repeated.shape == (2, 3)
+    assert torch.equal(members.models[0].edges.to_dense(), torch.eye(3))
+    model = Graph(7.0)
+    resumed = Checkpoints(model, [torch.optim.SGD(model.linear.parameters())], {}, None, tmp_path, Island())
+    resumed.load("node0/worker0", *describe(model))
+    assert model.repeated.tolist() == [[2.0] * 3] * 2 and model.linear.bias.tolist() == [2.0] * 2
 
 
 @pytest.mark.parametrize(
@@ -799,6 +858,21 @@ def test_a_snapshot_is_saved_when_its_round_is_committed(switchboard, tmp_path) 
     # ... unless the run has gone on since.
     assert carry_out(3, 6, redo=True) == [5]
     assert carry_out(4, 7) == [5, 7]
+
+
+def test_a_script_may_choose_where_its_new_tensors_are(switchboard, tmp_path) -> None:
+    """As by torch.set_default_device("cuda"); a tensor of lsgd's own on "meta" has no numbers."""
+    holds.cache_clear()
+    members = Members(switchboard, 2, settings=LocalSettings(period=4), sync_optimizer=True, folder=tmp_path)
+
+    def run(rank: int) -> None:
+        with torch.device("meta"):
+            members.rounds[rank].carry_out(members.round(new=(0,), source=1, count=1, checkpoint=True))
+            members.rounds[rank].carry_out(members.round(2, final=True))
+
+    assert together(run, range(2)) == [None] * 2
+    assert members.values("linear.weight") == members.values("norm.running_mean") == [2.0] * 2
+    assert counts(tmp_path, "run", "node0/worker1") == [1]
 
 
 def test_without_a_global_round_there_is_nothing_to_save(switchboard, tmp_path) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import (
 )
 
 from lsgd.client.loader import digest, length, shard_loader, shard_of, warn_if_unsharded
+from lsgd.client.streams import Part
 from lsgd.errors import ConfigError
 
 
@@ -82,10 +83,29 @@ def test_each_epoch_has_an_order_of_its_own_and_the_seed_gives_it() -> None:
     assert len({tuple(e) for e in (*epochs, epoch(other))}) == 4
 
 
+def test_shards_and_streams_are_counted_in_host_memory_whatever_the_default_is() -> None:
+    with torch.device("meta"):  # a tensor there has no numbers
+        assert sorted(loader().sampler.shard().tolist()) == list(range(23))
+        assert Part(iter(range(3)), lambda: (1, 3)).place == (1, 3)
+
+
 def test_an_epoch_left_early_is_followed_by_another_order() -> None:
     data = loader()
     first = [next(iter(data))[0].tolist() for _ in range(3)]
     assert len({tuple(batch) for batch in first}) == 3
+
+
+def test_loaders_that_are_made_for_each_epoch_deal_anew_in_each() -> None:
+    one, samplers, seen = loader(), [], []
+    for _ in range(3):
+        made, other = loader(), loader(length=22)
+        for each in (made, other):
+            each.sampler.follow(samplers)
+            samplers.append(each.sampler)
+        seen.append(epoch(made))
+    assert seen == [epoch(one) for _ in range(3)] and seen[0] != seen[1]
+    samplers[-1].follow(samplers)
+    assert samplers[-1].epoch == 0, "none of other data counts"
 
 
 def test_shards_follow_the_membership_from_the_next_epoch_on() -> None:

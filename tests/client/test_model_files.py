@@ -91,8 +91,12 @@ def test_a_write_that_fails_is_told_and_leaves_what_was_there(tmp_path) -> None:
         save_model(model, tmp_path / "file", 1, Island())
 
 
-def test_a_dtype_that_no_file_holds_is_named(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("phases", "kind"),
+    [(torch.ones(2, dtype=torch.complex128), "complex128"), (torch.eye(2).to_sparse(), "sparse_coo")],
+)
+def test_a_tensor_that_no_file_holds_is_named(tmp_path, phases, kind) -> None:
     model = nn.Linear(3, 2)
-    model.register_buffer("phases", torch.ones(2, dtype=torch.complex128))
-    with pytest.raises(LsgdError, match=r"phases is of torch\.complex128, which safetensors does not have"):
+    model.register_buffer("phases", phases)
+    with pytest.raises(LsgdError, match=rf"phases is of torch\.{kind}, which safetensors does not have"):
         save_model(model, tmp_path, FILE_NBYTES, Island())

@@ -38,12 +38,15 @@ def test_schedulers_in_a_row_are_as_long_as_together() -> None:
     assert length_of(torch_schedulers.SequentialLR(one, parts, milestones=[20])) == 100
 
 
+@pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize(
     ("steps", "said"), [(50.0, "made for 100 steps, so it would cover 50 % of itself"), (95.0, "")]
 )
-def test_only_what_is_cut_short_is_said(steps, said) -> None:
+def test_only_what_is_cut_short_is_said(steps, said, saved) -> None:
     one = optimizer()
     scheduler = torch_schedulers.CosineAnnealingLR(one, T_max=100)
+    if saved:
+        assert scheduler.state_dict()["T_max"] == 100
     assert cut_short([one], steps) == "", "it may count epochs"
     for _ in range(LOOK_AFTER):
         one.step()

@@ -153,6 +153,35 @@ def test_two_workers_are_threads_of_one_process(cluster, arguments) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+@pytest.mark.parametrize("arguments", ALGORITHMS)
+def test_a_batch_whose_backward_pass_fails_can_be_left_out(cluster, arguments) -> None:
+    """Some scripts do so when a GPU's memory has run out."""
+    cluster.start("--workers", "2", *arguments, "--iterations", "20")
+    loops, left_out = [Loop(), Loop()], []
+
+    def fail(gradient: torch.Tensor) -> None:
+        if loops[1].drawn == 3:
+            raise MemoryError
+
+    loops[1].model[1].register_forward_hook(lambda module, inputs, out: out.register_hook(fail) and None)
+
+    def train(index: int) -> int:
+        identity, loop = Identity(index, secrets.randbits(63), cluster.local_address(0), None), loops[index]
+        with Worker.join(loop.model, loop.optimizer, identity=identity) as worker:
+            for x in worker.batches(x * (1 + index) for x in loop.data()):
+                try:
+                    loop.step(x)
+                except MemoryError:
+                    left_out.append(loop.drawn)
+        return worker.iterations
+
+    with ThreadPoolExecutor(2) as threads:
+        assert sum(threads.map(train, (0, 1))) == 20
+    assert left_out == [3]
+    one, two = (loop.model.state_dict() for loop in loops)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 def test_two_workers_share_a_stream(cluster) -> None:
     cluster.start("--workers", "2", "--period", "4", "--iterations", "40")
     loops = [Loop(), Loop()]

@@ -1,5 +1,7 @@
 """Flat scripts: hooks begin and end the steps of their loops, which stay as they are, in runs with real servers."""
 
+import copy
+import io
 import itertools
 import logging
 import secrets
@@ -240,6 +242,17 @@ def test_schedulers_closures_and_compiled_models_work(cluster, monkeypatch) -> N
         scheduler.step()
     assert type(optimizer) is torch.optim.LBFGS and scheduler.get_last_lr() == [0.0]
     assert worker.finish() and worker.iterations == 5
+
+
+def test_a_model_is_pickled_as_a_whole_without_what_lsgd_has_put_on_it(script) -> None:
+    script.step()
+    for model in (script.model, copy.deepcopy(script.model)):
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        assert b"lsgd.client" not in file.getvalue()
+        read = torch.load(file, weights_only=False)
+        assert torch.equal(read(BATCH)[0], script.model(BATCH)[0]) and read(BATCH)[1].requires_grad
+    assert script.worker.iterations == 1 and not script.worker.stopped
 
 
 def test_a_model_that_is_compiled_after_the_join_keeps_its_hooks(script) -> None:

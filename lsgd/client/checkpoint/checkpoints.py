@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from lsgd.algorithms import Algorithm
 from lsgd.algorithms.base import all_finite
@@ -21,7 +23,7 @@ from lsgd.client.checkpoint.file import DamagedError, Packed, from_bytes, pack, 
 from lsgd.client.checkpoint.reshard import Resharding, layout_of
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError, NonFiniteError
-from lsgd.flat import Layout, describe, named_floating_buffers
+from lsgd.flat import Layout, describe, named_floating_buffers, written
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
 from lsgd.run_folder import checkpoint_path, counts, island_sizes, process_name, runs
@@ -197,7 +199,9 @@ class Checkpoints:
             _load_optimizer(optimizer, kind, saved, path)
         with torch.no_grad():
             for name, tensor in self._tensors():
-                tensor.copy_(state["model"][name])
+                if tensor.shape != (saved := state["model"][name]).shape:  # a buffer that training has made longer
+                    tensor.data = torch.empty_like(saved, device=tensor.device)
+                tensor.copy_(saved)
         state, self._path = state | self._own_of(state), path
         self._saved_extra = state["extra"]
         for name, thing in self._extra.items():
@@ -386,8 +390,8 @@ class Checkpoints:
         return self._is_finite
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ((name, local(parameter)) for name, parameter in self._model.named_parameters())
-        yield from self._model.named_buffers()
+        for name, x in chain(self._model.named_parameters(), self._model.named_buffers()):
+            yield from ((name, part) for part in written(local(x)))
 
 
 def _check_stateful(name: str, thing: object) -> None:
@@ -475,10 +479,14 @@ class FiniteCheck:
 def clear(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Set non-finite values in the optimizers' states to zero: they would break the model again."""
     for optimizer in optimizers:
-        for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.is_floating_point() and not all_finite([local(value)]):
-                    local(value).nan_to_num_(0.0, 0.0, 0.0)
+        for value in tensors_in(optimizer):
+            if value.is_floating_point() and not all_finite([local(value)]):
+                local(value).nan_to_num_(0.0, 0.0, 0.0)
+
+
+def tensors_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the tensors of an optimizer's state, also those in lists, and those of no parameter."""
+    return [x for x in _pytree.tree_leaves(list(optimizer.state.values())) if isinstance(x, Tensor)]
 
 
 def in_words(broken: Mapping[str, int]) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Packed:
 def holds(dtype: torch.dtype) -> bool:
     """Return whether safetensors has a dtype; for example, it has no complex128."""
     try:
-        save({"x": torch.empty(0, dtype=dtype)})
+        save({"x": torch.empty(0, dtype=dtype, device="cpu")})
     except Exception:  # of which kind, its versions disagree
         return False
     return True
@@ -179,7 +180,8 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             tensors[name] = value.detach().to("cpu", copy=True).contiguous()
             return {"tensor": name}
         case dict():
-            return {"dict": [[_key(k, path), _pack(v, _join(path, k), tensors)] for k, v in value.items()]}
+            kind = "counter" if isinstance(value, Counter) else "dict"  # MultiStepLR has one
+            return {kind: [[_key(k, path), _pack(v, _join(path, k), tensors)] for k, v in value.items()]}
         case tuple():
             return {"tuple": [_pack(v, _join(path, i), tensors) for i, v in enumerate(value)]}
         case list():
@@ -202,6 +204,8 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
             return tensors[name]
         case {"dict": items}:
             return {key: _unpack(item, tensors) for key, item in items}
+        case {"counter": items}:
+            return Counter(dict(items))
         case {"tuple": items}:
             return tuple(_unpack(item, tensors) for item in items)
         case list():

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -60,10 +61,11 @@ def save_model(
     state = state_of(model)
     first = {id(x): name for name, x in reversed(state.items())}
     tensors = {name.replace(COMPILED, ""): x for name, x in state.items() if first[id(x)] == name}
-    if wrong := next((name for name, x in tensors.items() if not holds(x.dtype)), None):
+    if wrong := next((name for name, x in tensors.items() if x.layout != torch.strided or not holds(x.dtype)), None):
+        kind = tensors[wrong].dtype if tensors[wrong].layout == torch.strided else tensors[wrong].layout
         raise LsgdError(
-            f"the model cannot be saved: {wrong} is of {tensors[wrong].dtype}, which safetensors does not have; save "
-            f"worker.state_dict() by torch.save"
+            f"the model cannot be saved: {wrong} is of {kind}, which safetensors does not have; save "
+            f"worker.state_dict() by torch.save, or register buffers with persistent=False"
         )
     sizes = {name: x.numel() * x.element_size() for name, x in tensors.items()}
     files = _divided(sizes, file_nbytes)

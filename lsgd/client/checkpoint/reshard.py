@@ -69,10 +69,10 @@ class Resharding:
         for key, value in part["algorithm"]["state"].items():
             if isinstance(value, list) and [_length(x) for x in value] == part["layout"]["lengths"]:
                 pairs = zip(self._layout.lengths, value, strict=True)
-                flat[key] = [torch.zeros(length, dtype=saved.dtype) for length, saved in pairs]
+                flat[key] = [torch.zeros(length, dtype=saved.dtype, device="cpu") for length, saved in pairs]
             elif any(isinstance(x, Tensor) for x in _pytree.tree_leaves(value)):
                 logger.info("%s is of another number of processes: the algorithm's %r starts over", path, key)
-        room = {name: torch.zeros(local(p).shape, dtype=p.dtype) for name, p in self._parameters.items()}
+        room = {n: torch.zeros(local(p).shape, dtype=p.dtype, device="cpu") for n, p in self._parameters.items()}
         self.state = {
             **part,
             "model": part["model"] | room,

@@ -33,7 +33,7 @@ class Copier:
 
     def host_like(self, tensor: Tensor) -> Tensor:
         """Return a new tensor in pinned memory, which torch caches."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def begin(self, target: Tensor, source: Tensor) -> Copying:
         """Begin a copy, after earlier ones."""

@@ -86,6 +86,10 @@ class GradientExchange:
         assert commit is not None
         return self._replacing(active, commit)
 
+    def forget(self) -> None:
+        """Forget the exchange under way: its backward pass has not come to its end."""
+        self._background = Background()
+
     def _replacing(self, active: ActiveRound, commit: Commit) -> Commit:
         """Return a commit that also notes whether the results are finite, and keeps padding at zero."""
 

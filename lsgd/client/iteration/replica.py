@@ -16,13 +16,13 @@ from torch.utils import _pytree
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
 from lsgd.algorithms.base import Algorithm, Commit, all_finite, clones, copy_all, finiteness
 from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.checkpoint.checkpoints import Checkpoints, tensors_in
 from lsgd.client.control.island import Island
 from lsgd.client.control.joining import Membership
 from lsgd.client.control.replicas import fingerprints
 from lsgd.client.groups.base import WorkerGroup
 from lsgd.errors import DetachedError, LsgdError
-from lsgd.flat import FlatParameters
+from lsgd.flat import FlatParameters, written
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings, same_form
@@ -74,7 +74,6 @@ class Replica:
     ) -> None:
         self.ddp = ddp
         self.run = membership.plan.run
-        self.device = membership.device
         self.flat = flat
         self.model = model
         self.optimizers = list(optimizers)
@@ -181,7 +180,10 @@ class Replica:
 
     def _mirrored(self) -> list[Tensor]:
         """Return what is equal in all replicas: the flat parameters, then the buffers."""
-        return [*self.flat.buffers, *self.model.buffers()]
+        return [*self.flat.buffers, *self._buffers()]
+
+    def _buffers(self) -> list[Tensor]:
+        return [part for x in self.model.buffers() for part in written(x)]
 
     def align(
         self, island: Island, group: WorkerGroup, looks: Sequence[Look], add: Callable[[Sequence[float]], list[float]]
@@ -205,7 +207,7 @@ class Replica:
         if looks:
             differs = [float(len({*each}) > 1) for each in zip(*(look.prints for look in looks), strict=True)]
         else:
-            own = torch.tensor(fingerprints(tensors), dtype=torch.int64)
+            own = torch.tensor(fingerprints(tensors), dtype=torch.int64, device="cpu")
             group.take_heads([heads := own.clone()])
             differs = add((own != heads).tolist())
         differ = [index for index, number in enumerate(differs) if number]
@@ -222,8 +224,7 @@ class Replica:
                 f"DistributedDataParallel averages their gradients only if the loop calls it, not the module inside; "
                 f"and all must make the same steps"
             )
-        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
-        group.take_heads([x for s in states for x in s.values() if isinstance(x, Tensor)])
+        group.take_heads([x for optimizer in self.optimizers for x in tensors_in(optimizer)])
         if not self._aligned:
             self._aligned = True
             logger.warning(
@@ -244,8 +245,8 @@ class Replica:
         if not any_:
             return [], [], self.algorithm.shared_state()
         flat = [] if self.algorithm.common_model() else self.flat.buffers
-        frozen = [local(x) for x in self.flat.frozen]
-        return [*flat, *self.model.buffers(), *states], frozen, self.algorithm.shared_state()
+        frozen = [part for x in self.flat.frozen for part in written(local(x))]
+        return [*flat, *self._buffers(), *states], frozen, self.algorithm.shared_state()
 
     def keep(self) -> None:
         """Keep a copy of what a newcomer has, until it has the run's model; one that exists stays."""
@@ -259,7 +260,7 @@ class Replica:
         self._kept = None
 
     def _own(self) -> list[Tensor]:
-        return [*self.flat.buffers, *self.model.buffers(), *self.algorithm.shared_state()]
+        return [*self.flat.buffers, *self._buffers(), *self.algorithm.shared_state()]
 
     def take_over(self, states: Sequence[Tensor]) -> None:
         """Begin with the model that all share, if the algorithm has one, and the optimizers' ``states``, if any."""
@@ -269,14 +270,22 @@ class Replica:
         for data in states:
             stream = io.BytesIO(data.numpy().tobytes())
             try:
-                loaded, scales = torch.load(stream, map_location=self.device, weights_only=True)
+                # Loading moves it to the parameters, but for counts of steps, which would hold up a GPU there.
+                loaded, scales = torch.load(stream, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
                 raise LsgdError(
                     f"an optimizer's state has something that is neither a tensor nor a number, so another worker "
                     f"cannot take it over; keep it elsewhere: {str(error).splitlines()[0]}"
                 ) from None
-            for optimizer, state in zip(self.optimizers, loaded, strict=True):
-                load_optimizer(optimizer, state)
+            try:
+                for optimizer, state in zip(self.optimizers, loaded, strict=True):
+                    load_optimizer(optimizer, state)
+            except (ValueError, KeyError) as error:
+                raise LsgdError(
+                    f"this worker's optimizers do not fit those whose state it takes over: {error}; join with the same "
+                    f"optimizers on all workers, and with all parameter groups from the start (a group can train later "
+                    f"by lr=0 until then)"
+                ) from None
             for name, scaler in self._scalers().items():
                 if scales.get(name):  # the source has one, and it is enabled
                     scaler.load_state_dict(scales[name])
@@ -327,7 +336,8 @@ class Replica:
         # In lockstep, every iteration is a round, and averaging them in the consensus is enough.
         if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or self.lockstep:
             return Commit()
-        flat, finite, usable = torch.cat([wide(b) for b in buffers]), torch.tensor(True), torch.tensor(True)
+        flat = torch.cat([wide(b) for b in buffers])
+        finite, usable = torch.tensor(True, device="cpu"), torch.tensor(True, device="cpu")
         if treated == "leader":
             group.broadcast(flat, order.leader)
             usable = finiteness([flat])  # of the leader, so all decide alike
@@ -417,7 +427,7 @@ def _relative(was: Tensor, now: Tensor) -> float:
 
 def wide(x: Tensor) -> Tensor:
     """Return ``x`` as one row, in float32 or wider."""
-    return x.reshape(-1).to(torch.promote_types(x.dtype, torch.float32))
+    return x.reshape(-1).to(torch.float32 if x.element_size() < 4 else x.dtype)  # torch promotes no 8-bit floats
 
 
 def _squares(own: Sequence[Tensor], means: Sequence[Tensor], group: WorkerGroup) -> list[float]:

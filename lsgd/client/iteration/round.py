@@ -83,7 +83,7 @@ class ActiveRound:
 
         In how many nobody has looked, there is NaN, or parts of the run's model are lacking.
         """
-        self.finite_model = None if unknown else torch.tensor(not broken)
+        self.finite_model = None if unknown else torch.tensor(not broken, device="cpu")
         self.lacking = bool(lacking)
 
     @property
@@ -243,9 +243,10 @@ class RoundEntry:
         replica, takers = self.replica, {order.source, *order.new}
         if not order.new or not (replica.run.sync_optimizer or replica.algorithm.settings.schedule().identical):
             return []
-        data = replica.optimizer_bytes() if group.rank in takers else torch.empty(0, dtype=torch.uint8)
+        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
+        data = replica.optimizer_bytes() if group.rank in takers else nothing
         length = torch.tensor([len(data)], device=group.device)
         group.broadcast(length, order.source)
-        row = torch.zeros(int(length), dtype=torch.uint8)
+        row = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
         row[: len(data)] = data[: len(row)]
         return [row]

@@ -225,7 +225,7 @@ class Rounds:
             if anew or order.new or order.final or not self._looks:
                 self._look(active)
             elif (finite := self._finite()) is not None:
-                active.finite_model = torch.tensor(finite)
+                active.finite_model = torch.tensor(finite, device="cpu")
             active.to(State.ENTERED)
             if order.final:
                 self._agree(replica.consensus(group, order, finite=not active.model_is_broken))
@@ -404,6 +404,12 @@ class Rounds:
         self._channel.send(Done(*self._who, self.active.order.id, False, reason, broken, missed=self.entry.missed))
         self.entry.missed = None
         self.entry.leave(cut=True)
+
+    def drop_torn(self) -> None:
+        """Drop the round of a backward pass that an error has ended in the middle, which the script has handled."""
+        if self.gradients is not None and self.active is not None and self.active.state is State.EXCHANGING:
+            self.drop("its backward pass ended with an error")
+            self.gradients.forget()
 
     def _complete(self) -> None:
         """Complete a round whose exchange is committed: save the checkpoint, and tell the servers."""

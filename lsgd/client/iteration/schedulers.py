@@ -31,6 +31,7 @@ def _attached(optimizer: torch.optim.Optimizer) -> Iterator[Any]:
     """Yield an optimizer's schedulers. Nothing lists them, but torch marks the step of an optimizer that has some."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         holders = gc.get_referrers(optimizer)
+        holders += gc.get_referrers(*(x for x in holders if isinstance(x, dict)))  # after state_dict(), by its __dict__
         yield from (x for x in holders if isinstance(x, lr_scheduler.LRScheduler) and x.optimizer is optimizer)
 
 

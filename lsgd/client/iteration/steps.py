@@ -152,6 +152,7 @@ class Steps:
     def _count(self) -> None:
         """Count the granted iteration if an optimizer has stepped since."""
         self.rounds.stopwatch.spend("")
+        self.rounds.drop_torn()
         if self._stepped and self._grants.granted:
             self._grants.complete()
             if self._grants.done == LOOK_AFTER:
