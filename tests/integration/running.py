@@ -119,10 +119,14 @@ class Process:
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def end(self) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal, unless it has ended."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self.send(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just now
+                self.send(number)
+
+    def end(self) -> None:
+        self.send_signal(signal.SIGKILL)
         self.wait()
 
 
@@ -143,10 +147,6 @@ class Fork(Process):
         self.stdout.close()
         self.wait(timeout)
         return output, None
-
-    def send_signal(self, number: signal.Signals) -> None:
-        if self.poll() is None:
-            self.send(number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
