@@ -8,8 +8,11 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import TypeAlias
 
 from lsgd.lazy import torch
+
+_Call: TypeAlias = "tuple[Callable[[], float], Future[float] | None, Future[float]]"
 
 
 class Background:
@@ -20,7 +23,7 @@ class Background:
     """
 
     def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._last: Future[float] | None = None
         self._stream: torch.cuda.Stream | None = None
         self._thread: threading.Thread | None = None
@@ -32,26 +35,20 @@ class Background:
         stream, before, done = self._stream, self._last, Future[float]()
         ready = torch.cuda.current_stream(device).record_event() if stream else None
 
-        def run() -> None:  # without a reference to this object, which the thread would keep alive
-            try:
-                if before is not None:
-                    before.result()
-                with torch.no_grad(), torch.cuda.stream(stream):  # None changes nothing
-                    if stream is not None and ready is not None:
-                        stream.wait_event(ready)
-                    began_at = time.perf_counter()
-                    call()
-            except BaseException as error:
-                done.set_exception(error)
-            else:
-                done.set_result(time.perf_counter() - began_at)
+        def run() -> float:  # without a reference to this object, which the thread would keep alive
+            with torch.no_grad(), torch.cuda.stream(stream):  # None changes nothing
+                if stream is not None and ready is not None:
+                    stream.wait_event(ready)
+                began_at = time.perf_counter()
+                call()
+                return time.perf_counter() - began_at
 
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._calls,), name="lsgd-exchange", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._calls.put, None)
         self._last = done
-        self._calls.put(run)
+        self._calls.put((run, before, done))
 
     def succeeded(self) -> bool:
         """Wait for all calls and return whether none has raised. :meth:`finish` is still due."""
@@ -66,7 +63,10 @@ class Background:
         last, self._last = self._last, None
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        return last.result() if last is not None else 0.0
+        try:
+            return last.result() if last is not None else 0.0
+        finally:
+            del last  # an error whose frames refer to itself would hold their tensors
 
     def close(self, within_s: float) -> None:
         """End the thread after all calls, and wait up to ``within_s`` seconds for that."""
@@ -75,7 +75,13 @@ class Background:
             self._thread.join(within_s)
 
 
-def _serve(calls: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (run := calls.get()) is not None:
-        run()
-        del run  # and its references to the object that started it
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+    while (queued := calls.get()) is not None:
+        run, before, done = queued
+        try:
+            if before is not None:
+                before.result()
+            done.set_result(run())
+        except BaseException as error:
+            done.set_exception(error)
+        del queued, run, before, done  # and their references to the object that started the call

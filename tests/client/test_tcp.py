@@ -9,6 +9,8 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -268,6 +270,27 @@ def test_what_is_done_leaves_no_memory_to_the_garbage_collector() -> None:
         assert all_at_once(groups, work) == [None] * 2
         # The last ones may be in the hands of the groups' threads; if any were kept, so were all 60 and more.
         assert sum(type(thing) is Operation for thing in gc.get_objects()) < 40
+    finally:
+        gc.enable()
+
+
+def test_what_has_failed_leaves_no_memory_to_the_garbage_collector() -> None:
+    groups, _ = members(2, [CERTIFICATE] * 2)
+    held = []
+
+    def work(group: TcpGroup) -> None:
+        group.all_reduce(torch.ones(4)).wait()
+        if group.rank == 1:
+            tensor = torch.ones(4_000_000)  # more than the system takes
+            held.append(weakref.ref(tensor))
+            with suppress(ExchangeError):
+                group.all_reduce(tensor).wait()
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert all_at_once(groups, work) == [None] * 2
+        assert [one() for one in held] == [None]
     finally:
         gc.enable()
 

@@ -2,6 +2,8 @@
 
 import gc
 import threading
+import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -41,6 +43,27 @@ def test_after_the_first_error_no_call_is_made_until_it_was_told():
     background.start(lambda: made.append(3), CPU)
     background.finish()
     assert made == [1, 3]
+
+
+def test_an_error_that_was_told_keeps_no_tensor_until_the_garbage_is_collected():
+    background, held = Background(), []
+
+    def fail() -> None:
+        tensor = torch.ones(3)
+        held.append(weakref.ref(tensor))
+        raise ValueError("the first")
+
+    gc.disable()
+    try:
+        for _ in range(2):
+            background.start(fail, CPU)
+        with suppress(ValueError):
+            background.finish()
+        background.start(lambda: None, CPU)  # when it runs, the thread has let go of the calls before
+        background.finish()
+        assert [one() for one in held] == [None]
+    finally:
+        gc.enable()
 
 
 def test_the_thread_ends_with_its_object():

@@ -119,7 +119,7 @@ class WorkerGroup(Group):
         except self._errors as error:
             self.cut()
             waited_s, why = time.monotonic() - started_at, str(error).partition("\n")[0]
-            raise ExchangeError(f"{what}: waited {waited_s:.1f} s, then gave up: {why}") from error
+            raise ExchangeError(f"{what}: waited {waited_s:.1f} s, then gave up: {why}") from error.with_traceback(None)
 
     def take_heads(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by those of the head, in all processes of an island of replicas; others have no more."""

@@ -151,7 +151,7 @@ class Operation:
 
     def fail(self, error: Exception) -> None:
         """Record that a message failed."""
-        self._error = self._error or error
+        self._error, self._puts = self._error or error, []
         self._over.set()
 
 
@@ -271,6 +271,7 @@ class TensorStream:
         self._drop()
         while self._messages:
             self._messages.popleft().operation.fail(error)
+        self._rest = memoryview(b"")
 
     def _drop(self) -> None:
         if (connection := self._connection) is not None:

@@ -95,6 +95,10 @@ class OutgoingStream(TensorStream):
                 connection.send(GOODBYE)
         super().close()
 
+    def _fail(self, error: Exception) -> None:
+        super()._fail(error)
+        self._kept.clear()
+
     def _drop(self) -> None:
         self._note_arrived()
         super()._drop()
