@@ -45,7 +45,7 @@ from lsgd.protocol.messages import (
     kind_of,
 )
 from lsgd.protocol.processes import Processes
-from lsgd.protocol.sockets import Connector, Listener, Polled
+from lsgd.protocol.sockets import Connector, Listener, wait_for
 from lsgd.server import daemon, succession
 from lsgd.server.daemon import EXIT_AT_ONCE, LAST_WORDS_S, TICK_S, Ending, Refusals
 from lsgd.server.held import HeldCopy
@@ -184,7 +184,6 @@ class LocalServer:
 
     def run(self, ending: Ending) -> int:
         """Serve until the run is over or ``ending`` begins, and return the exit code."""
-        poller = Polled(lambda: (*self.sources, ending.wakeup))
         may_end_at = self._started_at + (GATHER_S if ending.first else 0.0)
         while not self.finished:
             self.turn()
@@ -196,7 +195,7 @@ class LocalServer:
                 return EXIT_AT_ONCE
             if ending.first and self._now >= may_end_at:
                 self.end(f"the local server of node{self._node} got {ending.first}")
-            poller.wait(TICK_S)
+            wait_for(TICK_S, *self.sources, ending.wakeup)
             ending.wakeup.clear()
         self.close()
         return 0
