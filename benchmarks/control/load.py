@@ -27,7 +27,7 @@ from lsgd.protocol.messages import (
     kind_of,
     worker_name,
 )
-from lsgd.protocol.sockets import Connector, Poller
+from lsgd.protocol.sockets import Connector, wait_for
 from lsgd.server.held import HeldCopy
 
 START_WITHIN_S = 60.0
@@ -48,7 +48,6 @@ class Node:
     def __init__(self, address: str, node: int, workers: int, place: str = "") -> None:
         self._node, self._place, self._copy = node, place, HeldCopy()
         self._link = Connector(address, f"node{node}#1".encode())
-        self._poller = Poller(self._link)
         self._names = {node * workers + index + 1: worker_name(node, index) for index in range(workers)}
         self._seqs = dict.fromkeys(self._names, 0)
         self._committed = dict.fromkeys(self._names, 0)
@@ -107,7 +106,7 @@ class Node:
             beats = [encode(Heartbeat(name, incarnation)) for incarnation, name in self._names.items()]
             self._link.send([self._hello(), *beats])
             self._beat_at = time.monotonic()
-        self._poller.wait(timeout_s)
+        wait_for(timeout_s, self._link)
         for frames in self._link.receive():
             for peer, frame in zip(frames[::2], frames[1::2], strict=True):
                 if kind_of(frame) is Copy and isinstance(copy := decode(frame), Copy):

@@ -30,7 +30,7 @@ from lsgd.protocol.messages import (
     encode,
     worker_name,
 )
-from lsgd.protocol.sockets import Connector, Poller
+from lsgd.protocol.sockets import Connector, wait_for
 
 START_WITHIN_S = 60.0
 HEARTBEAT_S = 1.0
@@ -123,7 +123,6 @@ class SocketWorker:
 def by_sockets(address: str, joins: list[Join], step_s: float, seconds: float, lookahead: int) -> list[float]:
     """Let several workers iterate for so long, and return their waits in seconds."""
     workers = [SocketWorker(address, join, lookahead) for join in joins]
-    poller = Poller(*(worker.link for worker in workers))
     chance, order = random.Random(joins[0].incarnation), itertools.count()
     due: list[tuple[float, int, SocketWorker]] = []
     busy: set[SocketWorker] = set()
@@ -141,7 +140,7 @@ def by_sockets(address: str, joins: list[Join], step_s: float, seconds: float, l
             worker = heapq.heappop(due)[2]
             busy.remove(worker)
             worker.go_on()
-        poller.wait(min(0.05, due[0][0] - now) if due else 0.05)
+        wait_for(min(0.05, due[0][0] - now) if due else 0.05, *(worker.link for worker in workers))
         for worker in workers:
             worker.receive()
             if worker.iterating and worker not in busy:

@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lsgd.errors import ConfigError
 from lsgd.integrations.ray_seats import Place, Seats
+from lsgd.node.elsewhere import Elsewhere, Knock, dial
 from lsgd.node.local_server import LocalServer
 from lsgd.node.place import claim_port
 from lsgd.plan.plan import Plan
@@ -182,9 +183,11 @@ def _serve_local(
 ) -> None:
     keys = parse_token(token, f"the token of node{node}") if token else None
     incarnation = secrets.randbits(63)
+    name = f"{node_name(node)}#{incarnation}".encode()
     with (
         Listener(f"ipc://{socket_folder(folder) / SOCKET_NAME}") as listener,
-        Connector(above, f"{node_name(node)}#{incarnation}".encode(), keys) as link,
+        Connector(above, name, keys) as link,
     ):
         listens(listener.address)
-        LocalServer(node, incarnation, listener, link, say=lambda text: None).run(ending)
+        elsewhere = Elsewhere(node, partial(dial, name, keys), Knock())  # nowhere: Ray starts the servers again
+        LocalServer(node, incarnation, listener, link, say=lambda text: None, elsewhere=elsewhere).run(ending)

@@ -207,7 +207,6 @@ def _run(
         opened.callback(knock.close)
         own = Place(settings.place.node, offer, keys.public if keys else b"") if offer else None
         elsewhere = Elsewhere(settings.place.node, connect, knock, own, [each for each in (first, followed) if each])
-        opened.callback(elsewhere.close)
         moved = partial(run_folder.moved, settings.run_dir, settings.place.node)
         server = LocalServer(*place, say=tell, complain=say, place=offer, elsewhere=elsewhere, when_moved=moved)
         opened.callback(server.disconnect)

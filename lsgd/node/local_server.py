@@ -45,7 +45,7 @@ from lsgd.protocol.messages import (
     kind_of,
 )
 from lsgd.protocol.processes import Processes
-from lsgd.protocol.sockets import Connector, Listener, Polled
+from lsgd.protocol.sockets import Connector, Listener, wait_for
 from lsgd.server import daemon, succession
 from lsgd.server.daemon import EXIT_AT_ONCE, LAST_WORDS_S, TICK_S, Ending, Refusals
 from lsgd.server.held import HeldCopy
@@ -89,7 +89,7 @@ class LocalServer:
         link: connection to the global server, under the name ``node0#incarnation``.
         workers: number of workers on this node.
         place: address where this node could start a global server; empty: nowhere.
-        elsewhere: the other places of the run; None: this node stays with its server.
+        elsewhere: the other places of the run.
         when_moved: called with the place of another server that this node follows from now on.
         clock: returns seconds that never go back.
 
@@ -118,7 +118,7 @@ class LocalServer:
         say: Callable[[str], None] = daemon.say,
         complain: Callable[[str], None] = daemon.complain,
         place: str = "",
-        elsewhere: Elsewhere | None = None,
+        elsewhere: Elsewhere,
         when_moved: Callable[[Place], None] = lambda place: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -145,7 +145,6 @@ class LocalServer:
         self._workers: dict[bytes, str] = {}
         self.heard_at: float | None = None
         self.rounds_at: dict[str, float] = {}
-        self._run = ""
         self._refused_at: float | None = None  # since when the global server refuses the keys
         self._ending = ""  # why this server ends; empty while it serves
         self._ends_at = 0.0  # by then all have heard, or have had the time to
@@ -164,27 +163,24 @@ class LocalServer:
     @property
     def sources(self) -> tuple[Any, ...]:
         """What to poll, for :data:`TICK_S` at most; then call :meth:`turn`. It changes when the run moves."""
-        others = self.elsewhere.links if self.elsewhere else []
-        return self._listener, self._global, self.processes, *others
+        return self._listener, self._global, self.processes, *self.elsewhere.links
 
     def next_terms(self) -> tuple[Term, ...]:
         """Return the terms of the run with the one in which this node serves next."""
-        assert self.elsewhere is not None
         return succession.successor(self.elsewhere.terms, self._node)
 
     @property
     def deposed(self) -> bool:
         """Whether another node's server serves the run, and this node follows it."""
-        return self.elsewhere is not None and bool(self.elsewhere.terms) and not (self.serves or self.takes_over)
+        return bool(self.elsewhere.terms) and not (self.serves or self.takes_over)
 
     @property
     def serves(self) -> bool:
         """Whether this node's own server serves the run, as far as it has heard."""
-        return self.elsewhere is not None and self.elsewhere.serves
+        return self.elsewhere.serves
 
     def run(self, ending: Ending) -> int:
         """Serve until the run is over or ``ending`` begins, and return the exit code."""
-        poller = Polled(lambda: (*self.sources, ending.wakeup))
         may_end_at = self._started_at + (GATHER_S if ending.first else 0.0)
         while not self.finished:
             self.turn()
@@ -196,7 +192,7 @@ class LocalServer:
                 return EXIT_AT_ONCE
             if ending.first and self._now >= may_end_at:
                 self.end(f"the local server of node{self._node} got {ending.first}")
-            poller.wait(TICK_S)
+            wait_for(TICK_S, *self.sources, ending.wakeup)
             ending.wakeup.clear()
         self.close()
         return 0
@@ -223,8 +219,6 @@ class LocalServer:
 
     def close(self) -> None:
         """Print how it ended."""
-        if self.elsewhere is not None:
-            self.elsewhere.close()
         if self._workers:
             self._complain(f"ended although {', '.join(sorted(self._workers.values()))} did not leave")
         if self._ending:
@@ -239,8 +233,8 @@ class LocalServer:
         self._upward(now)
         self._report_dead()
         self._downward(now)
-        if self.elsewhere is not None and not self._ending:
-            self._look_elsewhere(self.elsewhere, now)
+        if not self._ending:
+            self._look_elsewhere(now)
         for refusal in self._refusals.report(self._listener, now):
             self._complain(refusal)
         if now - self._greeted_at >= HELLO_EVERY_S and not self.over and not self._last_word:
@@ -262,7 +256,7 @@ class LocalServer:
                 f"callback of lsgd, in each of its processes? A long preparation of data needs nothing"
             )
 
-    def _look_elsewhere(self, elsewhere: Elsewhere, now: float) -> None:
+    def _look_elsewhere(self, now: float) -> None:
         """Follow a server of a later term, bring two parts of the run together, and notice that this node has to serve.
 
         While this node's own server answers, it alone decides what follows from another one.
@@ -270,7 +264,7 @@ class LocalServer:
         silent_s = now - (self._started_at if self.heard_at is None else self.heard_at)
         if self._given_way or self.takes_over:
             silent_s = max(silent_s, LOOK_AFTER_S)
-        could_serve = bool(self._place and self.copy.number)
+        elsewhere, could_serve = self.elsewhere, bool(self._place and self.copy.number)
         for place, link, welcome in list(elsewhere.hear(now, silent_s, replace(self._hello(), looks=True))):
             moves = succession.move(elsewhere.term, welcome.terms)
             if elsewhere.run and welcome.run != elsewhere.run:
@@ -278,7 +272,7 @@ class LocalServer:
             if not elsewhere.serves or silent_s >= SILENT_AFTER_S or self._given_way or self.takes_over:
                 # Where nobody has the model, this node does not go: it may have it, and can serve.
                 if moves is Move.CONTINUE or (moves is Move.ANEW and (welcome.count > 0 or not could_serve)):
-                    self._follow(elsewhere, place, link, welcome, anew=moves is Move.ANEW)
+                    self._follow(place, link, welcome, anew=moves is Move.ANEW)
                     return
             elif moves is Move.STAY:
                 link.send([encode(elsewhere.mine())])
@@ -291,11 +285,11 @@ class LocalServer:
                 f"serves the run from now on, at {self._place}"
             )
 
-    def _follow(self, elsewhere: Elsewhere, place: Place, link: Link, welcome: NodeWelcome, *, anew: bool) -> None:
+    def _follow(self, place: Place, link: Link, welcome: NodeWelcome, *, anew: bool) -> None:
         """Follow another server; ``anew``: the workers' work is not part of its run, so they join as newcomers."""
         before, self._global = self._global, link
         before.close()
-        elsewhere.take(place)
+        self.elsewhere.take(place)
         self.takes_over = self._given_way = False
         self._say(f"follows the global server at {link.address}, in term {welcome.terms[-1].number} of the run")
         self._when_moved(replace(place, address=link.address))
@@ -303,12 +297,11 @@ class LocalServer:
             link.send([encode(self.copy.offer())])
         if anew:
             self._dismiss_workers(f"the run continues at node{place.node}, without what was learned here since the cut")
-        self._run = welcome.run
-        self._welcomed(elsewhere, welcome)
+        self._welcomed(welcome)
         self._greeted_at = -math.inf
 
-    def _welcomed(self, elsewhere: Elsewhere, welcome: NodeWelcome) -> None:
-        elsewhere.welcomed(welcome, self._global.address)
+    def _welcomed(self, welcome: NodeWelcome) -> None:
+        self.elsewhere.welcomed(welcome, self._global.address)
         standbys = [place.node for place in welcome.places[1:]]
         if standbys and self._node not in standbys:  # a copy that gets old is worse than none
             self.copy = HeldCopy()
@@ -320,7 +313,6 @@ class LocalServer:
 
     def _dismiss_workers(self, reason: str) -> None:
         """Tell all workers that they are no longer in the run; those that are started again join as newcomers."""
-        assert self.elsewhere is not None
         for peer, worker in self._workers.items():
             self._dismissed[peer] = encode(Evicted(reason, self.elsewhere.run))
             self._listener.send(peer, [self._dismissed[peer]])
@@ -458,13 +450,12 @@ class LocalServer:
     def _take(self, message: object, now: float) -> None:
         match message:
             case NodeWelcome(run):
-                if run != self._run:
+                if run != self.elsewhere.run:
                     self._say(f"connected to the global server at {self._global.address}, run {run}")
-                self._run = run
-                self._heard(message, now)
+                self._heard(message)
             case Copy():
                 self.copy.take(message)
-            case Moved(run, place, reason, other) if self.elsewhere is not None and self.elsewhere.run in ("", run):
+            case Moved(run, place, reason, other) if self.elsewhere.run in ("", run):
                 if not self._given_way:
                     self._complain(reason)
                 self.elsewhere.add(place, other)
@@ -482,18 +473,15 @@ class LocalServer:
                 if self._last_word:
                     self._ends_at = min(self._ends_at, now + LAST_WORDS_S)
 
-    def _heard(self, welcome: NodeWelcome, now: float) -> None:
+    def _heard(self, welcome: NodeWelcome) -> None:
         """Note that the global server lives, unless it is one of an earlier term that was replaced."""
-        if self.elsewhere is None:
-            self.heard_at = now
-            return
         same = welcome.run == self.elsewhere.run
         if same and welcome.terms and welcome.terms[-1] < self.elsewhere.term:
             return
         moves = succession.move(self.elsewhere.term, welcome.terms)
         anew = same and moves is Move.ANEW
         self.takes_over = self.takes_over and moves is Move.STAY  # it has met another one that goes on
-        self._welcomed(self.elsewhere, welcome)
+        self._welcomed(welcome)
         if anew:
             self._dismiss_workers(f"the global server at {self._global.address} continues another part of the run")
 
@@ -522,7 +510,8 @@ class LocalServer:
                 self._say(f"{self._workers.pop(peer)} is gone")
 
     def disconnect(self) -> None:
-        """End the connection to the global server that this node follows."""
+        """End the connections to global servers: to the one that this node follows, and to others."""
+        self.elsewhere.close()
         self._global.close()
 
     def _away(self, now: float) -> str:
@@ -552,6 +541,6 @@ class LocalServer:
                 f"no global server answers at {address}; start it there with: lsgd-server --global --listen {address}"
             )
         silent = f"the global server at {address} has been silent for {now - self.heard_at:.0f} s"
-        if self.elsewhere is not None and self.elsewhere.standbys:
+        if self.elsewhere.standbys:
             return f"{silent}; if it stays away, node{self.elsewhere.standbys[0]} serves the run"
         return f"{silent}; restart it there with its --journal: lsgd-server --global --listen {address}"

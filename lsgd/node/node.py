@@ -16,7 +16,7 @@ from lsgd.node.process import Child, Command, Role, Running
 from lsgd.node.restarts import RESTART_WINDOW_S, Restart, Restarts
 from lsgd.node.screen import show
 from lsgd.protocol.processes import Orphans
-from lsgd.protocol.sockets import Polled
+from lsgd.protocol.sockets import wait_for
 from lsgd.server.daemon import MOVED, TICK_S, Ending
 
 STOP_PATIENCE_S = 120.0
@@ -118,13 +118,12 @@ class Node:
         """Run all processes until they have ended, or ``signals`` say that this node is to end."""
         local = next((c.environment.get("LSGD_LOCAL", "") for c in self._commands if c.role is Role.WORKER), "")
         orphans = Orphans(f"LSGD_LOCAL={local}", lambda: [child.process.pid for child in self._children])
-        poller = Polled(lambda: (*self._local.sources, signals.wakeup))
         try:
             self.begin()
             if self._panel:
                 self._panel.start()
             while self.turn(signals):
-                poller.wait(TICK_S)
+                wait_for(TICK_S, *self._local.sources, signals.wakeup)
                 signals.wakeup.clear()
                 orphans.reap()
             self._local.close()

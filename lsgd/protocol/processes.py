@@ -24,7 +24,7 @@ def pid_namespace() -> int:
 
 
 class Processes:
-    """Watches processes, and sees at once when one ends, whoever started it. Pollers take it as a source."""
+    """Watches processes, and sees at once when one ends, whoever started it. ``wait_for`` takes it as a source."""
 
     def __init__(self) -> None:
         self._selector = selectors.EpollSelector()

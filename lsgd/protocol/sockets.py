@@ -1,6 +1,6 @@
 """Every ZeroMQ socket of lsgd: a listener for many peers, a link to one, and the poll over them.
 
-All calls return at once except :meth:`Poller.wait`. Frames are whole messages (messages.py); several travel together,
+All calls return at once except :func:`wait_for`. Frames are whole messages (messages.py); several travel together,
 packed into one (frames.py). A socket belongs to the thread that uses it; :class:`Wakeup` is for the others.
 
 With keys a connection is encrypted and authenticated at both ends (CurveZMQ, https://rfc.zeromq.org/spec/26/), and
@@ -15,7 +15,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -188,7 +188,7 @@ class Listener(_Socket):
     def reopen(self) -> None:
         """Drop all connections and incomplete messages, and listen again; peers reconnect by themselves.
 
-        Nothing else frees the parts of a message without an end. Pollers have to be rebuilt.
+        Nothing else frees the parts of a message without an end.
         """
         self._socket.setsockopt(zmq.LINGER, 0)
         self.close()
@@ -347,7 +347,7 @@ class Connector(_Socket):
 
 
 class Wakeup:
-    """Lets any thread, or a signal handler, end the wait of a :class:`Poller`."""
+    """Lets any thread, or a signal handler, end a wait for it (:func:`wait_for`)."""
 
     def __init__(self) -> None:
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -371,34 +371,11 @@ class Wakeup:
         os.close(self._event)
 
 
-class Poller:
-    """Waits until one of several sockets has something to receive."""
-
-    def __init__(self, *sources: "Listener | Connector | HasFileno") -> None:
-        self._poller = zmq.Poller()
-        self._listeners = [source for source in sources if isinstance(source, Listener)]
-        for source in sources:
-            self._poller.register(getattr(source, "_socket", source), zmq.POLLIN)
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when there is something to receive, or after ``timeout_s``."""
-        left_over = any(listener.waiting for listener in self._listeners)
-        self._poller.poll(0 if left_over else round(timeout_s * 1000))
-
-
-class Polled:
-    """Waits until one of several sockets has something to receive, where it changes which ones there are."""
-
-    def __init__(self, sources: "Callable[[], Sequence[Listener | Connector | HasFileno]]") -> None:
-        self._sources = sources
-        self._known: Sequence[Any] = ()
-        self._poller = Poller()
-
-    def wait(self, timeout_s: float) -> None:
-        """Return when there is something to receive, or after ``timeout_s``."""
-        if (sources := self._sources()) != self._known:
-            self._known, self._poller = sources, Poller(*sources)
-        self._poller.wait(timeout_s)
+def wait_for(timeout_s: float, *sources: "Listener | Connector | HasFileno") -> None:
+    """Return when one of these sources has something to receive, or after ``timeout_s``."""
+    left_over = any(isinstance(source, Listener) and source.waiting for source in sources)
+    polled = [(getattr(source, "_socket", source), zmq.POLLIN) for source in sources]
+    zmq.zmq_poll(polled, 0 if left_over else round(timeout_s * 1000))
 
 
 def _never_to_itself(address: str) -> str:

@@ -191,7 +191,6 @@ def _serve_local(
         try:
             return local.run(signals)
         finally:
-            elsewhere.close()
             knock.close()
             local.disconnect()
 

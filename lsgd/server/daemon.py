@@ -85,7 +85,7 @@ class Ending:
     """How often a daemon was asked to end: the first time cleanly, the second time at once.
 
     Attributes:
-        wakeup: source for pollers that shows when it is asked.
+        wakeup: what to wait for, which shows when it is asked.
         received: names of the signals or others that asked, in order.
     """
 

@@ -41,7 +41,7 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.sockets import Listener, Poller
+from lsgd.protocol.sockets import Listener, wait_for
 from lsgd.server import daemon, endings
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
@@ -160,57 +160,51 @@ class GlobalDaemon:
 
     def run(self, signals: Ending) -> int:
         """Serve until the run is over and return the exit code."""
-        poller = Poller(self._listener, signals.wakeup)
         while not self._state.over:
             if self._gave_way_at and time.monotonic() - self._gave_way_at > GIVE_WAY_S:
                 return self._give_way()
-            poller.wait(TICK_S)
+            wait_for(TICK_S, self._listener, signals.wakeup)
             signals.wakeup.clear()
             if signals.at_once:
                 say("second signal: ending at once, without a consensus model")
                 self._write_down(time.monotonic(), last=True)
                 return EXIT_AT_ONCE
-            if self.turn(time.monotonic(), signals.first):
-                poller = Poller(self._listener, signals.wakeup)
+            self.turn(time.monotonic(), signals.first)
         self._keep(time.monotonic())
         self._write_down(time.monotonic(), last=True)
         self._progress_at = 0.0
         self._publish(time.monotonic())
         reason = self._state.stopping
-        self._dismiss_nodes(poller, reason)
+        self._dismiss_nodes(reason)
         if self._journal:
             self._journal.finish()
         end = ", without a consensus" if self._state.in_vain else ""
         say(f"the run is over{end}: {reason}; {self._state.ledger.count} iterations")
         return 1 if self._state.failed else 0
 
-    def turn(self, now: float, got: str = "") -> bool:
+    def turn(self, now: float, got: str = "") -> None:
         """Take what has arrived, decide what is due, and send the answers once the journal has them.
 
         Args:
             now: time on a clock that never goes back, in seconds.
             got: name of the signal that asks for the end of the run, if any.
-
-        Returns:
-            Whether all connections were dropped, so that pollers have to be rebuilt.
         """
         if self._state.gives_way is not None:
             self._tell_where(self._state.gives_way, now)
-            return False
+            return
         self._receive(now)
         if got and not self._state.stopping:
             self._act(self.coordinator.handle(StopRun(f"the global server got {got}"), now))
         if now - self._ticked_at >= TICK_S:
             self._act(self.coordinator.tick(now))
             self._ticked_at = now
-        dropped = False
         if now - self._guarded_at >= GUARD_EVERY_S:
-            dropped, self._guarded_at = self._guard(now), now
+            self._guard(now)
+            self._guarded_at = now
         self._keep(now)
         self._flush()
         self._publish(now)
         self._write_down(now)
-        return dropped
 
     def _tell_where(self, moved: Moved, now: float) -> None:
         """Tell all nodes where the run continues; nothing that arrives counts any more.
@@ -235,23 +229,22 @@ class GlobalDaemon:
             self._journal.finish()
         return MOVED
 
-    def _guard(self, now: float) -> bool:
-        """Forget who is gone and report who was refused; drop all connections if memory fills, and return whether."""
+    def _guard(self, now: float) -> None:
+        """Forget who is gone and report who was refused; drop all connections if memory fills."""
         self._routes = {who: peer for who, peer in self._routes.items() if self._state.roster.find(*who)}
         self._readers = {peer: read for peer, read in self._readers.items() if now - read[0] < FOLLOWS_FOR_S}
         for refusal in self._refusals.report(self._listener, now):
             complain(refusal)
         if self._memory is None or not self._memory.overgrown():
-            return False
+            return
         complain(
             f"memory has grown by {daemon.MAX_GROWTH_NBYTES >> 20} MiB: a peer is sending an endless message. All "
             f"connections are dropped; those of the run reconnect by themselves"
         )
         self._listener.reopen()
         self._memory.begin_anew()
-        return True
 
-    def _dismiss_nodes(self, poller: Poller, reason: str) -> None:
+    def _dismiss_nodes(self, reason: str) -> None:
         """Tell the local servers that the run is over, and those who follow it how it ended, until they all know."""
         now = started_at = awaited_at = time.monotonic()
         after_restart_s = RETURN_WITHIN_S if self._journal and self._journal.resumed else LAST_WORDS_S
@@ -259,7 +252,7 @@ class GlobalDaemon:
             for node in self._nodes.values():
                 self._send(node.peer, b"", RunOver(reason))
             self._flush()
-            poller.wait(TICK_S)
+            wait_for(TICK_S, self._listener)
             now = time.monotonic()
             self._receive(now)
             if now - started_at < DISMISS_WITHIN_S and (self._nodes or self._follows(now)):

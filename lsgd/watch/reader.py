@@ -21,7 +21,7 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller
+from lsgd.protocol.sockets import Connector, ConnectorKeys, wait_for
 
 ASK_EVERY_S = 0.25
 """How often to ask the server while it has nothing new, in seconds."""
@@ -64,7 +64,6 @@ class Reader:
 
     def __init__(self, address: str, keys: ConnectorKeys | None = None) -> None:
         self._link = _connected(address, keys)
-        self._poller = Poller(self._link)
         self._address = address
         self._made_at = time.monotonic()
         self._epoch = ""
@@ -94,7 +93,7 @@ class Reader:
         while True:
             self._ask(time.monotonic())
             now = time.monotonic()
-            self._poller.wait(max(0.0, min(deadline - now, self._next_at() - now)))
+            wait_for(max(0.0, min(deadline - now, self._next_at() - now)), self._link)
             for frames in self._link.receive():
                 for frame in frames[1::2]:
                     if (batch := self._take(frame)) is not None:
@@ -180,12 +179,11 @@ def ask(
     within_s = ANSWER_WITHIN_S if within_s is None else within_s
     sent = False
     with _connected(address, keys) as link:
-        poller = Poller(link)
         while (waited_s := time.monotonic() - started_at) < within_s:
             if waited_s > REFUSED_AFTER_S and (trouble := link.trouble()):
                 raise JoinError(f"the global server at {address} does not let us in: {trouble}")
             sent = sent or link.send([question])
-            poller.wait(0.2 if sent else 0.02)
+            wait_for(0.2 if sent else 0.02, link)
             for frames in link.receive():
                 for frame in frames[1::2]:
                     answer = decode(frame)

@@ -28,7 +28,7 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.sockets import Listener, Poller, Wakeup
+from lsgd.protocol.sockets import Listener, Wakeup, wait_for
 from lsgd.server.global_daemon import Rendezvous
 
 from ..integration.running import until
@@ -112,9 +112,8 @@ class Switchboard:
         return Membership(identity, torch.device("cpu"), channel, join, welcome, plan, Island())
 
     def _serve(self) -> None:
-        poller = Poller(self._listener, self._wakeup)
         while not self._closing:
-            poller.wait(1.0)
+            wait_for(1.0, self._listener, self._wakeup)
             self._wakeup.clear()
             while self._outbox:
                 message = self._outbox.pop(0)

@@ -33,7 +33,7 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.sockets import Listener, Poller
+from lsgd.protocol.sockets import Listener, wait_for
 
 from ..integration.running import until
 
@@ -317,7 +317,7 @@ class Server:
         self.got: list[Any] = []
 
     def hear(self) -> list[Any]:
-        Poller(self.listener).wait(0.02)
+        wait_for(0.02, self.listener)
         for peer, frames in self.listener.receive():
             self.peer = peer
             self.got += map(decode, frames)

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 from lsgd.protocol.events import GenerationBegan, Happening, decode_event
 from lsgd.protocol.messages import PROTOCOL, Events, EventsQuery, Generation, Status, StatusQuery, decode, encode
-from lsgd.protocol.sockets import Connector, Poller
+from lsgd.protocol.sockets import Connector, wait_for
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "workers"
@@ -320,10 +320,9 @@ class Cluster:
         """Send a message to the global server as an operator does and return the answer."""
         with Connector(self.address, f"test{time.monotonic_ns()}".encode()) as link:
             until(lambda: link.send([encode(message)]), "the global server takes a message")
-            poller = Poller(link)
             end = time.monotonic() + DEADLINE_S
             while time.monotonic() < end:
-                poller.wait(0.1)
+                wait_for(0.1, link)
                 for frames in link.receive():
                     return decode(frames[1])
         outputs = "".join(f"\n\n{p.name}, {p.poll()}:\n{p.output}" for p in self.processes)

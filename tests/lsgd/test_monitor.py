@@ -14,7 +14,7 @@ from lsgd.protocol.gate import max_strangers
 from lsgd.protocol.keys import KeyRing, parse_token
 from lsgd.protocol.messages import Heartbeat, encode
 from lsgd.protocol.processes import raise_descriptor_limit
-from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener, Poller, new_key_pair
+from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener, new_key_pair, wait_for
 
 from ..integration.running import until
 
@@ -46,15 +46,14 @@ def place(listener: Listener) -> tuple[str, int]:
 
 def exchange(listener: Listener, link: Connector) -> Callable[[], bool]:
     """Return what says a word each way, and whether both have arrived."""
-    pollers = Poller(listener), Poller(link)
 
     def once() -> bool:
         link.send([FRAME])
-        pollers[0].wait(0.05)
+        wait_for(0.05, listener)
         heard = [peer for peer, frames in listener.receive() if frames]
         for peer in heard:
             listener.send(peer, [FRAME])
-        pollers[1].wait(0.05 if heard else 0)
+        wait_for(0.05 if heard else 0, link)
         return bool(list(link.receive())) and bool(heard)
 
     return once

@@ -11,7 +11,7 @@ from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import MAX_ITEMS
 from lsgd.protocol.frames import PACKED, pack, unpack
 from lsgd.protocol.messages import MAX_NBYTES, Heartbeat, decode, encode
-from lsgd.protocol.sockets import MAX_PARTS, Connector, Listener, Poller
+from lsgd.protocol.sockets import MAX_PARTS, Connector, Listener, wait_for
 
 FRAME = encode(Heartbeat("node0/worker0", 7))
 
@@ -73,11 +73,11 @@ def test_frames_go_both_ways_between_sockets(tmp_path, address, typed):
     listener = Listener(address.format(tmp_path))
     with listener, Connector(listener.address.replace("[::1]", typed), b"node0#1") as link:
         while not link.send(there):
-            Poller(link).wait(0.01)
-        Poller(listener).wait(5)
+            wait_for(0.01, link)
+        wait_for(5, listener)
         assert list(listener.receive()) == [(b"node0#1", there)]
         assert listener.send(b"node0#1", back)
-        Poller(link).wait(5)
+        wait_for(5, link)
         assert list(link.receive()) == [back]
 
 
@@ -85,11 +85,11 @@ def test_a_message_of_more_parts_than_a_turn_takes_is_read_on_in_the_next(tmp_pa
     parts = [b"%d" % number for number in range(MAX_PARTS + 500)]
     with Listener(f"ipc://{tmp_path}/socket") as listener, Connector(listener.address, b"node0#1") as link:
         while not link.send([FRAME]):
-            Poller(link).wait(0.01)
+            wait_for(0.01, link)
         link._socket.send_multipart(parts)
-        poller, got, turns = Poller(listener), [], 0
+        got, turns = [], 0
         while len(got) < len(parts) + 1:
-            poller.wait(5)
+            wait_for(5, listener)
             frames = [frame for _, frames in listener.receive() for frame in frames]
             turns += any(frame in parts for frame in frames)
             got += frames

@@ -51,7 +51,7 @@ REQUEST = Request("node3/worker0", 7, 1, 0, 0, 0, None)
 class Between:
     """A local server, turned by hand, between a global server and a worker that the test plays, on a clock it moves."""
 
-    def __init__(self, elsewhere: Elsewhere | None = None) -> None:
+    def __init__(self) -> None:
         token = secrets.token_hex(4)
         above, below = f"inproc://above-{token}", f"inproc://below-{token}"
         self.listener, self.workers = Listener(above), Listener(below)
@@ -59,7 +59,7 @@ class Between:
         self.open = [self.worker, link, self.workers, self.listener]
         self.said: list[str] = []
         self.now = 1000.0
-        said = self.said.append
+        said, elsewhere = self.said.append, Elsewhere(3, lambda place: self.worker, lambda address, now: None)
         self.server = LocalServer(
             3, 5, self.workers, link, say=said, complain=said, elsewhere=elsewhere, clock=lambda: self.now
         )
@@ -134,16 +134,13 @@ def test_a_node_whose_processes_do_not_join_says_so_every_minute(between) -> Non
         ((), "restart it there with its --journal"),
     ],
 )
-def test_who_waits_for_the_global_server_says_what_will_happen_or_what_to_do(places, remedy) -> None:
-    between = Between(Elsewhere(3, lambda place: between.worker, lambda address, now: None))
+def test_who_waits_for_the_global_server_says_what_will_happen_or_what_to_do(between, places, remedy) -> None:
     between.until(lambda: any(isinstance(m, NodeHello) for m in between.above), "a greeting comes")
     between.say(NodeWelcome("run", (Term(1, 0),), 5, places))
     between.until(lambda: between.server.heard_at, "it is welcome")
     between.now += SILENT_AFTER_S
     between.until(lambda: any("has been silent" in line for line in between.said), "it says so")
     assert remedy in between.said[-1]
-    for each in between.open:
-        each.close()
 
 
 def test_late_words_over_a_connection_that_was_replaced_make_nobody_a_worker_here(between) -> None:

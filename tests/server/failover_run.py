@@ -155,7 +155,6 @@ class Host:
     @property
     def terms(self) -> tuple[Term, ...]:
         """Those of the server that it follows."""
-        assert self.local.elsewhere is not None
         return self.local.elsewhere.terms
 
     # -- what workers see --------------------------------------------------------------------------------------
@@ -530,7 +529,7 @@ class World:
 
     def _all_follow(self) -> bool:
         term = self.serving()[0]._state.terms[-1]
-        return all(h.local.elsewhere and h.local.elsewhere.term == term for h in self.hosts if h.alive)
+        return all(h.local.elsewhere.term == term for h in self.hosts if h.alive)
 
     def _check_models(self, state: RunState) -> None:
         """One model; what is in it was counted, and nothing was counted that nobody has made."""
@@ -560,7 +559,7 @@ class World:
         states = {w.name: (w.host.alive, w.state, w.seq, w.done) for w in self.workers if w.state != "gone"}
         servers = {h.index: (h.server._state.terms, h.server._state.ledger.count) for h in self.hosts if h.server}
         waits = [s._state.waits_for(self.now) for s in self.serving()]
-        follows = {h.index: h.local.elsewhere.term for h in self.hosts if h.alive and h.local.elsewhere}
+        follows = {h.index: h.local.elsewhere.term for h in self.hosts if h.alive}
         lines = [line for line in self.lines if "been silent" not in line and "answers at" not in line]
         notes = [f"{index}: {note}" for index, note in self.notes[-25:]]
         return "\n".join([f"{self.now:.1f}", *map(str, (states, servers, waits, follows)), *lines[-60:], *notes])

@@ -65,7 +65,7 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.sockets import Connector, Listener, Poller
+from lsgd.protocol.sockets import Connector, Listener, wait_for
 
 ORDERS = (StopRun, ChangeSettings, NodeHello, NodeLeave, Join, RunOver, Refused, StatusQuery, EventsQuery, Meet, Moved)
 """Messages that rightly change something, or are answered at length, whoever says them."""
@@ -184,12 +184,12 @@ class Server:
         self.output.close()
 
 
-def ask(link: Connector, question: bytes, answer: type, poller: Poller, first: int) -> Any:
+def ask(link: Connector, question: bytes, answer: type, first: int) -> Any:
     """Say something until an answer of this type comes; ``first``: where in an answer its frames are."""
     until = time.monotonic() + DEADLINE_S
     while time.monotonic() < until:
         link.send([question])
-        poller.wait(0.5)
+        wait_for(0.5, link)
         for frames in link.receive():
             for frame in frames[first :: first + 1]:
                 if isinstance(message := decode(frame), answer):
@@ -221,14 +221,13 @@ def fuzz_global(frames: int, random: random.Random) -> int:
         server = Server("--global", "--listen", address, "--workers", "2")
         try:
             with Connector(address, b"node0#1") as link, attacking(address, lambda: None) as send:
-                poller = Poller(link)
                 join = Join(PROTOCOL, *VICTIM, 0, 0, {}, "digest", "2 parameters", "", "127.0.0.1")
-                ask(link, encode(NodeHello(PROTOCOL, 0, 1, "host", "0.1.0")), NodeWelcome, poller, 1)
-                ask(link, encode(join), Waiting, poller, 1)
+                ask(link, encode(NodeHello(PROTOCOL, 0, 1, "host", "0.1.0")), NodeWelcome, 1)
+                ask(link, encode(join), Waiting, 1)
 
                 def state() -> object:
                     link.send([encode(Heartbeat(*VICTIM))])
-                    status = json.loads(ask(link, encode(StatusQuery(0)), Status, poller, 1).report)
+                    status = json.loads(ask(link, encode(StatusQuery(0)), Status, 1).report)
                     for member in status["members"]:
                         del member["heard_s_ago"]
                     del status["stream"]  # it goes on by itself
@@ -258,11 +257,10 @@ def fuzz_local(frames: int, random: random.Random) -> int:
 
         try:
             with Connector(address, b"9") as link, attacking(address, pump) as send:
-                poller = Poller(link)
 
                 def state() -> object:
                     pump()
-                    return ask(link, encode(WorkerHello(PROTOCOL, 9)), WorkerHelloReply, poller, 0)
+                    return ask(link, encode(WorkerHello(PROTOCOL, 9)), WorkerHelloReply, 0)
 
                 return _feed(server, frames, random, send, state)
         finally:

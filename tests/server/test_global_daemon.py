@@ -35,7 +35,7 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.sockets import Connector, Listener, Poller
+from lsgd.protocol.sockets import Connector, Listener, wait_for
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import EXIT_AT_ONCE
 from lsgd.server.global_daemon import GlobalDaemon
@@ -65,10 +65,9 @@ class Peer:
 
     def hears(self, kind: type) -> tuple[bytes, object]:
         """Return the next message of a kind, with the worker that it is for."""
-        poller = Poller(self.link)
 
         def found() -> tuple[bytes, object] | None:
-            poller.wait(0.05)
+            wait_for(0.05, self.link)
             for frames in self.link.receive():
                 self.got += zip(frames[::2], map(decode, frames[1::2]), strict=True)
             return next(((who, m) for who, m in self.got if isinstance(m, kind)), None)
@@ -147,11 +146,10 @@ def test_an_operator_stops_the_run(cluster) -> None:
 def test_a_frame_that_is_too_large_is_not_even_taken_in(cluster, peer) -> None:
     (server,) = cluster.processes
     peer.say(bytes(2 * MAX_NBYTES))  # its connection is cut, and made again
-    poller = Poller(peer.link)
 
     def welcome() -> bool:
         peer.link.send([hello()])
-        poller.wait(0.2)
+        wait_for(0.2, peer.link)
         return any(isinstance(decode(frames[1]), NodeWelcome) for frames in peer.link.receive())
 
     until(welcome, "the server hears the peer again")

@@ -30,7 +30,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.processes import pid_namespace
-from lsgd.protocol.sockets import Connector, Listener, Poller
+from lsgd.protocol.sockets import Connector, Listener, wait_for
 
 from ..integration.running import Cluster, Process, free_port, until
 from .helpers import greeting
@@ -53,10 +53,9 @@ class Above:
         self.requests: list[int] = []  # in each batch
 
     def hears(self, kind: type) -> object:
-        poller = Poller(self.listener)
 
         def found() -> object:
-            poller.wait(0.05)
+            wait_for(0.05, self.listener)
             for peer, frames in self.listener.receive():
                 self.peer = peer
                 messages = [decode(frame) for frame in frames]
@@ -86,10 +85,9 @@ class Below:
         until(lambda: self.link.send(frames), "the local server takes a message")
 
     def hears(self, kind: type) -> object:
-        poller = Poller(self.link)
 
         def found() -> object:
-            poller.wait(0.05)
+            wait_for(0.05, self.link)
             for frames in self.link.receive():
                 self.got += map(decode, frames)
             return next((m for m in self.got if isinstance(m, kind)), None)

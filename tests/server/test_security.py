@@ -24,7 +24,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.processes import MAX_DESCRIPTORS, raise_descriptor_limit
-from lsgd.protocol.sockets import Connector, ConnectorKeys, Poller, new_key_pair
+from lsgd.protocol.sockets import Connector, ConnectorKeys, new_key_pair, wait_for
 from lsgd.server.daemon import GUARD_EVERY_S
 from lsgd.watch.reader import Reader, ask
 
@@ -72,11 +72,10 @@ def trouble_of(address: str, keys: ConnectorKeys | None) -> str:
 
 def answer(link: Connector, question: bytes) -> object:
     """Say something until there is an answer, and return that."""
-    poller = Poller(link)
 
     def found() -> object:
         link.send([question])
-        poller.wait(0.2)
+        wait_for(0.2, link)
         return next((decode(frames[1]) for frames in link.receive()), None)
 
     return until(found, "an answer comes")

@@ -12,7 +12,7 @@ from lsgd.cli.commands import main
 from lsgd.errors import JoinError
 from lsgd.node.panel import Panel
 from lsgd.protocol.messages import Moved, Place, encode
-from lsgd.protocol.sockets import Listener, Poller
+from lsgd.protocol.sockets import Listener, wait_for
 from lsgd.watch.reader import Reader
 
 from ..integration.running import DEADLINE_S
@@ -27,9 +27,8 @@ def moved() -> Iterator[str]:
     listener, ended = Listener("tcp://127.0.0.1:0"), threading.Event()
 
     def serve() -> None:
-        poller = Poller(listener)
         while not ended.is_set():
-            poller.wait(0.05)
+            wait_for(0.05, listener)
             for peer, _ in listener.receive():
                 listener.send(peer, [b"", answer])
 

@@ -28,7 +28,7 @@ from lsgd.protocol.messages import (
     decode,
     encode,
 )
-from lsgd.protocol.sockets import Connector, Poller, Wakeup
+from lsgd.protocol.sockets import Connector, Wakeup, wait_for
 
 logger = logging.getLogger("lsgd")
 
@@ -172,8 +172,8 @@ class Channel:
     def _open(self) -> None:
         socket = Connector(self.address, str(self._incarnation).encode())
         self._link, self._wakeup = socket, Wakeup()
-        poller = Poller(socket, self._wakeup)
-        self._thread = threading.Thread(target=self._serve, args=(poller,), name="lsgd-channel", daemon=True)
+        sources = socket, self._wakeup
+        self._thread = threading.Thread(target=self._serve, args=sources, name="lsgd-channel", daemon=True)
         self._thread.start()
 
     def send(self, message: Message) -> None:
@@ -323,8 +323,7 @@ class Channel:
 
     # -- the thread --------------------------------------------------------------------------------------------
 
-    def _serve(self, poller: Poller) -> None:
-        assert self._link is not None and self._wakeup is not None
+    def _serve(self, socket: Connector, wakeup: Wakeup) -> None:
         closed_at: float | None = None
         try:
             while True:
@@ -333,11 +332,11 @@ class Channel:
                 sent = self.turn()
                 if closed_at is not None and (sent or self._clock.now() - closed_at > CLOSE_WITHIN_S):
                     return
-                poller.wait(heartbeat_every_s(self.lease_s) / 2 if sent else _RECONNECTING_S)
-                self._wakeup.clear()
+                wait_for(heartbeat_every_s(self.lease_s) / 2 if sent else _RECONNECTING_S, socket, wakeup)
+                wakeup.clear()
         finally:
-            self._link.close()
-            self._wakeup.close()
+            socket.close()
+            wakeup.close()
 
     def turn(self) -> bool:
         """Take what has arrived, and send what is due; return whether the local server is there to get it."""

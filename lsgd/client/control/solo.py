@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from lsgd.client.control.identity import INDEX_VARIABLES
@@ -34,7 +35,8 @@ class Solo:
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        from lsgd.node.local_server import LocalServer  # only where a script runs alone
+        from lsgd.node.elsewhere import Elsewhere, Knock, dial  # only where a script runs alone
+        from lsgd.node.local_server import LocalServer
         from lsgd.server.coordinator import Coordinator
         from lsgd.server.daemon import Ending, silence
         from lsgd.server.global_daemon import GlobalDaemon
@@ -51,7 +53,9 @@ class Solo:
         link = self._open.enter_context(Connector(above, b"node0#1"))
         coordinator = Coordinator(begin(replace(plan, run=replace(plan.run, workers=1)), None))
         self._endings = Ending(), Ending()
-        runs = GlobalDaemon(coordinator, listener, watches_memory=False).run, LocalServer(0, 1, workers, link).run
+        elsewhere = Elsewhere(0, partial(dial, b"node0#1", None), Knock())  # nowhere: the servers end with the script
+        local = LocalServer(0, 1, workers, link, elsewhere=elsewhere)
+        runs = GlobalDaemon(coordinator, listener, watches_memory=False).run, local.run
 
         def serve(run: Callable[[Ending], int], ending: Ending) -> None:
             silence()
