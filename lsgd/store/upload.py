@@ -147,7 +147,8 @@ class Uploads:
         """Delete earlier checkpoints of this process and run from the store, but for the last."""
         assert self._there is not None
         own = [m for m in self._there.values() if (m.run, _file(m)) == (newest.run, _file(newest))]
-        for old in sorted(own, key=lambda m: m.count)[:-KEPT]:
+        earlier = [m for m in own if m.count <= newest.count]  # those beyond it are from before the run went back
+        for old in sorted(earlier, key=lambda m: m.count)[:-KEPT]:
             self._store.remove(old.name + manifests.SUFFIX)  # first: without it, the file does not count
             self._store.remove(old.name)
             del self._there[old.name]

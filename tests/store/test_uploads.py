@@ -149,6 +149,13 @@ def test_only_the_newest_of_each_worker_goes_and_the_last_two_stay(machine) -> N
     assert not any("/16/node0-worker0" in name for name in machine.store.names(""))
 
 
+def test_a_run_that_has_begun_anew_keeps_its_last_two_however_far_it_was(machine) -> None:
+    for count in (80, 88, 8, 16, 24):
+        machine.checkpoint(count)
+        assert machine.uploads.upload_next() and not machine.uploads.upload_next()
+    assert machine.has() == {f"run-aa/{count}/node0-worker0" for count in (80, 88, 16, 24)}
+
+
 def test_one_that_starts_again_sends_nothing_twice(machine) -> None:
     machine.checkpoint(8)
     machine.uploads_all()
