@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -113,10 +114,14 @@ def test_the_picture_never_decides_how_a_run_ended(tmp_path: Path, name: str) ->
     assert json.loads((folder / "result.json").read_text())["state"] == "finished"
 
 
-def test_a_picture_that_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(curve, "draw", lambda *_: 1 / 0)
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(ValueError("no font"), "ValueError: no font"), (KeyboardInterrupt(), "Ctrl-C came while it was drawn")],
+)
+def test_a_picture_that_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch, error, said) -> None:
+    monkeypatch.setattr(curve, "draw", Mock(side_effect=error))
     first, last = results.finish(leave(tmp_path / "run"), 0)
-    assert first == "there is no curve.png: ZeroDivisionError: division by zero" and last.startswith("finished: ")
+    assert first == f"there is no curve.png: {said}" and last.startswith("finished: ")
 
 
 def test_results_that_cannot_be_written_are_said(tmp_path) -> None:
