@@ -24,6 +24,7 @@ from lsgd.errors import JoinError
 from lsgd.node import gpus, storing
 from lsgd.node.launch import LaunchSettings, launch
 from lsgd.node.place import Place, find_place
+from lsgd.output import show_any_text
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
 from lsgd.protocol.keys import ALLOWED, OPERATOR, KeyRing, default_folder, node_name, token_path
@@ -50,6 +51,7 @@ PLAIN_HELP = "Print lines only, as without a terminal: no progress display, no c
 @click.pass_context
 def main(context: click.Context) -> None:
     """Train one PyTorch model on several machines with local SGD."""
+    show_any_text()
     if context.invoked_subcommand is None:
         click.echo(first_steps())
 

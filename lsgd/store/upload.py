@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
+from lsgd.output import show_any_text
 from lsgd.protocol.keys import is_secret
 from lsgd.run_folder import CHECKPOINTS, JOURNAL
 from lsgd.store import manifest as manifests
@@ -217,6 +218,7 @@ def main() -> None:
     parser.add_argument("--url", required=True)
     parser.add_argument("--stalled-s", type=float, default=STALLED_S)
     options = parser.parse_args()
+    show_any_text()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a scheduler sends them to all: see standard input
         signal.signal(number, signal.SIG_IGN)
     store, ended = Store(options.url, connects=False), threading.Event()

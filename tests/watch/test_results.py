@@ -187,3 +187,8 @@ def test_runs_are_listed_newest_first_with_what_became_of_them(tmp_path, monkeyp
     assert "    its results are on node 2, which served it last" in lines
     (done,) = [line for line in lines if line.startswith("done")]
     assert done.split()[:6] == ["done", "finished", "leader", "900/900", "0.25", "1m15s"]
+
+
+def test_a_run_whose_name_is_no_utf_8_is_listed(tmp_path) -> None:
+    leave(tmp_path / os.fsdecode(b"caf\xe9"))
+    assert listed(str(tmp_path))[1].startswith("caf?  finished")
