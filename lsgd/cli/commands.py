@@ -293,9 +293,9 @@ def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watc
     """Show a running run: its workers, its rounds, and what it waits for; if none is running, how the newest ended."""
     try:
         _show(connect, keys, as_json=as_json, watch=watch, healthy=healthy)
-    except JoinError:  # it has perhaps ended meanwhile
+    except JoinError:  # it has perhaps ended meanwhile, or its launcher waits for the store
         folder = click.get_current_context().meta.get(options.FOLDER)
-        if not (watch and folder and _show_end(folder, as_json=as_json)):
+        if not (folder and _show_end(folder, as_json=as_json, healthy=healthy)):
             raise
 
 

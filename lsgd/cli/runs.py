@@ -21,7 +21,7 @@ _RIGHT = ("iterations", "loss", "time")
 def find_runs(folder: Path) -> list[dict[str, Any]]:
     """Return the ``result.json`` of each run in ``folder``, or of ``folder`` itself; newest first.
 
-    It adds ``folder`` and the actual ``state``: running (somebody holds the folder's lock), finished, stopped, failed,
+    It adds ``folder`` and the actual ``state``: finished, stopped, failed, running (somebody holds the folder's lock),
     or unknown (a run without a launcher, or a machine that is not node 0).
     """
     paths = (folder, *inside(folder, "*/"))
@@ -31,7 +31,7 @@ def find_runs(folder: Path) -> list[dict[str, Any]]:
 
 def _run(folder: Path) -> dict[str, Any]:
     result = read(folder)
-    if is_live(folder):
+    if result.get("state") not in ENDED and is_live(folder):  # the launcher of one that has ended may wait for a store
         result["state"] = "running"
     elif result.get("state") == "over":
         result["state"] = ended(result)

@@ -118,6 +118,11 @@ def test_the_status_of_a_run_that_has_ended_is_its_end(tmp_path, monkeypatch):
         assert done.exit_code == 0 and f"the run in {folder} has ended:" in done.stderr
         assert "finished: all 900 iterations are done\n900 of 900 iterations in 9.0s" in done.stdout
     assert json.loads(CliRunner().invoke(main, ["status", "--json"]).stdout)["reason"] == result["reason"]
+    monkeypatch.setattr("lsgd.watch.reader.ANSWER_WITHIN_S", 0.2)
+    with claimed(folder, 0, "tcp://127.0.0.1:9"):  # its launcher waits until the store has all
+        assert "finished: all 900" in CliRunner().invoke(main, ["status"]).stdout
+        assert "finished" in CliRunner().invoke(main, ["runs"]).stdout
+        assert CliRunner().invoke(main, ["status", "--healthy"]).exit_code == 1
     refused = CliRunner().invoke(main, ["status", "--healthy"])
     assert refused.exit_code == 1 and "none of the runs that you launched is running" in refused.output
     assert CliRunner().invoke(main, ["stop"]).exit_code == 1
