@@ -757,8 +757,10 @@ class TestDevices:
         ("driver", "remedy"),
         [("580.95.05", "whl/cu130"), ("535.104.12", "whl/cu126"), ("470.42.01", "update the driver to 525")],
     )
-    def test_gpus_that_torch_cannot_use(self, nvidia_smi, driver, remedy):
+    def test_gpus_that_torch_cannot_use(self, nvidia_smi, driver, remedy, tmp_path, monkeypatch):
         nvidia_smi(driver)
+        (tmp_path / "json.py").write_text("raise ImportError('not the one of Python')")
+        monkeypatch.chdir(tmp_path)
         with pytest.raises(ConfigError) as refused:
             gpus.choose("cuda", None)
         line = str(refused.value)
