@@ -1,6 +1,5 @@
 """``lsgd runs``: lists the runs in a folder, from the files in each run folder."""
 
-import os
 import textwrap
 import time
 from datetime import datetime
@@ -25,7 +24,7 @@ def find_runs(folder: Path) -> list[dict[str, Any]]:
     or unknown (a run without a launcher, or a machine that is not node 0).
     """
     paths = (folder, *inside(folder, "*/"))
-    folders = [path for path in paths if os.path.exists(path / RESULT) or any(inside(path, "node*.lock"))]
+    folders = [path for path in paths if any(inside(path, "node*.lock")) or "run" in read(path)]
     return [_run(path) for path in sorted(folders, key=lambda path: (_started(path), str(path)), reverse=True)]
 
 

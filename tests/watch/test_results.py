@@ -161,6 +161,7 @@ def test_runs_are_listed_newest_first_with_what_became_of_them(tmp_path, monkeyp
     os.utime(folder / "elsewhere" / "node1.lock", (2, 2))
     (folder / "no run").mkdir()
     (folder / "no run" / "uv.lock").touch()
+    (folder / "no run" / "result.json").write_text('{"loss": [0.5, "high"]}')
     leave(folder / "moved", going)
     for name in ("done", "broken", "killed"):
         with claimed(folder / name, 0, "tcp://127.0.0.1:9"):
