@@ -1,8 +1,10 @@
 """Prints in a separate thread: nobody waits for its reader, and lost lines are counted."""
 
 import errno
+import io
 import os
 import select
+import sys
 import threading
 import time
 from collections import deque
@@ -37,6 +39,12 @@ def append_line(path: Path, text: str) -> None:
     """Append a line to a file, with the time of day; lose it if that fails."""
     with suppress(OSError), path.open("ab") as file:
         append(file.fileno(), stamped(text))
+
+
+def show_any_text() -> None:
+    """Have standard output show ``?`` for what its encoding lacks, such as a file's name that is no UTF-8."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -29,6 +29,9 @@ METRICS, RESULT, CURVE, CURVES = "metrics.jsonl", "result.json", "curve.png", "c
 LOOK_S = 1.0
 """How long to retry a taken lock, in seconds: :func:`find_live` briefly takes it to check it."""
 
+_HELD = (errno.EWOULDBLOCK, errno.EACCES)
+"""What a lock that somebody else holds answers; any other error is that of a file system without locks."""
+
 EARLIER = ""
 """Stands for the run of files in the earlier layout."""
 
@@ -142,7 +145,7 @@ def is_live(folder: Path) -> bool:
     """Whether a launcher of any user and node holds this run folder's lock."""
     for path in inside(folder, "node*.lock"):
         with suppress(OSError), path.open() as file:
-            if _flock(file.fileno(), fcntl.LOCK_SH) in (errno.EWOULDBLOCK, errno.EACCES):
+            if _flock(file.fileno(), fcntl.LOCK_SH) in _HELD:
                 return True
     return False
 
@@ -158,11 +161,9 @@ def _flock(descriptor: int, kind: int) -> int:
 
 def _lock(descriptor: int, folder: Path, node: int, address: str) -> None:
     deadline = time.monotonic() + LOOK_S
-    while (failure := _flock(descriptor, fcntl.LOCK_EX)) and time.monotonic() < deadline:
-        if failure in (errno.ENOLCK, errno.ENOTSUP):  # a file system without locks
-            return
+    while (held := _flock(descriptor, fcntl.LOCK_EX) in _HELD) and time.monotonic() < deadline:
         time.sleep(LOOK_S / 20)
-    if failure:
+    if held:
         pid, host, *_ = [*os.pread(descriptor, 200, 0).decode(errors="replace").split(), "", ""]
         raise ConfigError(
             f"the run folder {folder} is in use: another lsgd launch of node {node} (process {pid or '?'} on "

@@ -24,6 +24,7 @@ from lsgd.errors import JoinError
 from lsgd.node import gpus, storing
 from lsgd.node.launch import LaunchSettings, launch
 from lsgd.node.place import Place, find_place
+from lsgd.output import show_any_text
 from lsgd.plan import plan
 from lsgd.plan.options import plan_options
 from lsgd.protocol.keys import ALLOWED, OPERATOR, KeyRing, default_folder, node_name, token_path
@@ -50,6 +51,7 @@ PLAIN_HELP = "Print lines only, as without a terminal: no progress display, no c
 @click.pass_context
 def main(context: click.Context) -> None:
     """Train one PyTorch model on several machines with local SGD."""
+    show_any_text()
     if context.invoked_subcommand is None:
         click.echo(first_steps())
 
@@ -291,9 +293,9 @@ def status_command(connect: str, keys: ConnectorKeys | None, as_json: bool, watc
     """Show a running run: its workers, its rounds, and what it waits for; if none is running, how the newest ended."""
     try:
         _show(connect, keys, as_json=as_json, watch=watch, healthy=healthy)
-    except JoinError:  # it has perhaps ended meanwhile
+    except JoinError:  # it has perhaps ended meanwhile, or its launcher waits for the store
         folder = click.get_current_context().meta.get(options.FOLDER)
-        if not (watch and folder and _show_end(folder, as_json=as_json)):
+        if not (folder and _show_end(folder, as_json=as_json, healthy=healthy)):
             raise
 
 

@@ -1,6 +1,5 @@
 """``lsgd runs``: lists the runs in a folder, from the files in each run folder."""
 
-import os
 import textwrap
 import time
 from datetime import datetime
@@ -21,17 +20,17 @@ _RIGHT = ("iterations", "loss", "time")
 def find_runs(folder: Path) -> list[dict[str, Any]]:
     """Return the ``result.json`` of each run in ``folder``, or of ``folder`` itself; newest first.
 
-    It adds ``folder`` and the actual ``state``: running (somebody holds the folder's lock), finished, stopped, failed,
+    It adds ``folder`` and the actual ``state``: finished, stopped, failed, running (somebody holds the folder's lock),
     or unknown (a run without a launcher, or a machine that is not node 0).
     """
     paths = (folder, *inside(folder, "*/"))
-    folders = [path for path in paths if os.path.exists(path / RESULT) or any(inside(path, "node*.lock"))]
+    folders = [path for path in paths if any(inside(path, "node*.lock")) or "run" in read(path)]
     return [_run(path) for path in sorted(folders, key=lambda path: (_started(path), str(path)), reverse=True)]
 
 
 def _run(folder: Path) -> dict[str, Any]:
     result = read(folder)
-    if is_live(folder):
+    if result.get("state") not in ENDED and is_live(folder):  # the launcher of one that has ended may wait for a store
         result["state"] = "running"
     elif result.get("state") == "over":
         result["state"] = ended(result)

@@ -99,7 +99,7 @@ def _drivers() -> list[str]:
 
 def _usable(drivers: list[str]) -> tuple[int, str]:
     """Return how many GPUs torch can use; if none, also why and what to do."""
-    done = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", "-c", _PROBE], capture_output=True, text=True)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         raise ConfigError(f"torch cannot be imported by {sys.executable}: {' '.join(last)}")

@@ -17,6 +17,7 @@ from contextlib import suppress
 
 from lsgd.errors import EvictedError
 from lsgd.node.place import claim_port
+from lsgd.node.process import cannot_start
 from lsgd.server.daemon import Signals
 
 OTHERS_WITHIN_S = 15.0
@@ -36,13 +37,17 @@ def main(arguments: Sequence[str]) -> int:
         "MASTER_PORT": str(claim_port("127.0.0.1", 0)),
         "LSGD_ISLAND": str(len(names)),
     }
-    processes = [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LSGD_DEVICE": device},
-        )
-        for rank, device in enumerate(names)
-    ]
+    try:
+        processes = [
+            subprocess.Popen(
+                command,
+                env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "LSGD_DEVICE": device},
+            )
+            for rank, device in enumerate(names)
+        ]
+    except OSError as error:  # the launcher ends those that were started: they are of this process's group
+        print(cannot_start(command[0], error), file=sys.stderr)
+        return 1
     signals = Signals(signal.SIGHUP, signal.SIGCHLD)  # only now: the processes inherit which signals are ignored
     status = _wait(processes, signals)
     if status < 0:

@@ -63,6 +63,9 @@ TOKEN_WITHIN_S = 60.0
 """How long a node waits for node 0 to write its token to a shared folder."""
 
 _INDEX = re.compile(r"(?<!\S)NODE(?!\S)")  # where the index of a node stands in the line that starts it
+_OF_TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|TORCHELASTIC_\w+")
+"""Variables of torchrun, which may have started this launcher: the workers are not in that group."""
+
 _SERVER = (sys.executable, "-P", "-m", "lsgd.server")
 _ISLAND = (sys.executable, "-P", "-m", "lsgd.node.island")
 RESTARTS = 5
@@ -126,7 +129,7 @@ def launch(settings: LaunchSettings) -> int:
     raise_descriptor_limit()
     place = settings.place
     environ = {
-        **os.environ,
+        **{name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)},
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
         "PYTHONUNBUFFERED": "1",
     }

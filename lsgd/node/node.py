@@ -1,6 +1,5 @@
 """A node's process: carries its workers' messages, and starts, watches and ends the node's other processes."""
 
-import errno
 import math
 import signal
 import sys
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from lsgd.errors import ConfigError, EvictedError, NotTrainedError, ServerLostError
 from lsgd.node.local_server import LocalServer
 from lsgd.node.panel import Panel
-from lsgd.node.process import Child, Command, Role, Running
+from lsgd.node.process import Child, Command, Role, Running, cannot_start
 from lsgd.node.restarts import RESTART_WINDOW_S, Restart, Restarts
 from lsgd.node.screen import show
 from lsgd.protocol.processes import Orphans
@@ -141,10 +140,7 @@ class Node:
             try:
                 self._start(command, number)
             except OSError as error:
-                why = f"{command.arguments[0]} cannot be started: {error.strerror}"
-                if error.errno == errno.ENOEXEC:
-                    why += "; begin it with #!/usr/bin/env python3, or type python before its name"
-                raise ConfigError(f"{command.name}: {why}") from None
+                raise ConfigError(f"{command.name}: {cannot_start(command.arguments[0], error)}") from None
 
     def turn(self, signals: Ending) -> bool:
         """Carry messages, notice what has happened, and do what is due; return whether there is anything to wait for.

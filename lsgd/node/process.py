@@ -1,6 +1,7 @@
 """A process that a node starts in its own session, and that ends with the node's."""
 
 import enum
+import errno
 import fcntl
 import os
 import pty
@@ -264,6 +265,12 @@ class Child:
         lines = [f"    {line}" for line in self.process.tail] or ["    (nothing)"]
         header = f"\nlsgd launch: {self.name} {self.how_it_ended}. Its last lines (all are in {self.command.log}):"
         return "\n".join([header, *lines, ""])
+
+
+def cannot_start(program: str, error: OSError) -> str:
+    """Return why a program cannot be started, and what to do."""
+    remedy = "; begin it with #!/usr/bin/env python3, or type python before its name"
+    return f"{program} cannot be started: {error.strerror}{remedy * (error.errno == errno.ENOEXEC)}"
 
 
 def _environment(command: Command) -> Mapping[str, str]:

@@ -139,7 +139,7 @@ class Transcript:
 
     def close(self) -> None:
         """Finish the output."""
-        if self._pieces:
+        if self._nchars:
             self._finish()
         if self._live:
             self._screen.live("")

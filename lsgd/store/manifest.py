@@ -68,6 +68,11 @@ class Manifest:
         """Number of processes of the worker, each of which has a file."""
         return int(self._part(6) or 1)
 
+    @property
+    def whole(self) -> tuple[str, int, str]:
+        """What all files of this checkpoint have in common: those of the processes of one worker."""
+        return self.run, self.count, self.worker
+
     def _part(self, number: int) -> str:
         matched = _NAME.fullmatch(self.name)
         assert matched is not None

@@ -10,9 +10,11 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
+from lsgd.output import show_any_text
 from lsgd.protocol.keys import is_secret
 from lsgd.run_folder import CHECKPOINTS, JOURNAL
 from lsgd.store import manifest as manifests
@@ -106,17 +108,24 @@ class Uploads:
         yield from (name for name, _ in results if name not in first)
 
     def _checkpoints(self) -> list[str]:
-        """Return this node's newest checkpoint files that are not in the store, the one that waits longest first."""
+        """Return this node's newest checkpoint files that are not in the store, the one that waits longest first.
+
+        A process whose checkpoint the store has in part, of the other processes of its island, gets that one there
+        first: only all files together are of use.
+        """
         assert self._there is not None
-        newest: dict[str, tuple[float, str]] = {}
+        begun = {m.whole for m in self._there.values()}
+        newest: dict[str, tuple[bool, float, str]] = {}
         for path in self._folder.glob(f"{CHECKPOINTS}/run-*/*/node{self._node}-*.safetensors"):
             try:
                 written, name = path.stat().st_mtime, path.relative_to(self._folder).as_posix()
             except FileNotFoundError:
                 continue
             if is_checkpoint(name):
-                newest[path.name] = max(newest.get(path.name, (0.0, "")), (written, name))
-        return [name for _, name in sorted(newest.values()) if name not in self._there]
+                lacking = name not in self._there and Manifest(name, written, ()).whole in begun
+                newest[path.name] = max(newest.get(path.name, (False, 0.0, "")), (lacking, written, name))
+        order = sorted(newest.values(), key=lambda each: (not each[0], *each[1:]))
+        return [name for _, _, name in order if name not in self._there]
 
     def _results(self, final: bool) -> list[tuple[str, int]]:
         """Return the names and sizes of the results that have changed since they were uploaded, and may go again."""
@@ -144,13 +153,17 @@ class Uploads:
         self._retire(manifest)
 
     def _retire(self, newest: Manifest) -> None:
-        """Delete earlier checkpoints of this process and run from the store, but for the last."""
+        """Delete earlier checkpoints of this worker and run from the store, but for the last complete ones."""
         assert self._there is not None
-        own = [m for m in self._there.values() if (m.run, _file(m)) == (newest.run, _file(newest))]
-        for old in sorted(own, key=lambda m: m.count)[:-KEPT]:
-            self._store.remove(old.name + manifests.SUFFIX)  # first: without it, the file does not count
-            self._store.remove(old.name)
-            del self._there[old.name]
+        own = [m for m in self._there.values() if (m.run, m.worker) == (newest.run, newest.worker)]
+        earlier = [m for m in own if m.count <= newest.count]  # those beyond it are from before the run went back
+        files = Counter(m.count for m in earlier)
+        kept = sorted(count for count in files if files[count] == newest.processes)[-KEPT:]
+        for old in earlier:
+            if old.count not in (*kept, newest.count):
+                self._store.remove(old.name + manifests.SUFFIX)  # first: without it, the file does not count
+                self._store.remove(old.name)
+                del self._there[old.name]
 
     def _upload_result(self, name: str) -> None:
         version = _version(self._folder / name)
@@ -162,10 +175,6 @@ def _stays(name: str) -> bool:
     """Return whether a file of a run folder is no result: private, half written, or a checkpoint."""
     checkpoint = name.startswith(f"{CHECKPOINTS}/")
     return checkpoint or name.endswith(PRIVATE) or ".tmp/" in name or is_secret(PurePosixPath(name))
-
-
-def _file(manifest: Manifest) -> str:
-    return manifest.name.rpartition("/")[2]
 
 
 def _version(path: Path) -> tuple[int, int]:
@@ -209,6 +218,7 @@ def main() -> None:
     parser.add_argument("--url", required=True)
     parser.add_argument("--stalled-s", type=float, default=STALLED_S)
     options = parser.parse_args()
+    show_any_text()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # a scheduler sends them to all: see standard input
         signal.signal(number, signal.SIG_IGN)
     store, ended = Store(options.url, connects=False), threading.Event()

@@ -73,6 +73,8 @@ def _draw(document: dict[str, Any], rounds: list[dict[str, Any]], path: Path) ->
         draw(document, rounds, path)
     except ImportError:
         return [f"there is no {CURVE}, which needs matplotlib: {sys.executable} -m pip install matplotlib"]
+    except KeyboardInterrupt:  # of somebody in a hurry: what comes after the picture matters more
+        return [f"there is no {CURVE}: Ctrl-C came while it was drawn"]
     except Exception as error:  # also of matplotlib's own: a backend, a font, a name that it cannot print
         return [f"there is no {CURVE}: {type(error).__name__}: {error}".splitlines()[0]]
     return []

@@ -1,5 +1,6 @@
 """``lsgd status``, ``set``, ``stop`` and ``algorithms``: what they say of a real server, and of none."""
 
+import errno
 import fcntl
 import io
 import json
@@ -7,6 +8,7 @@ import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -17,7 +19,7 @@ from lsgd.cli.commands import main
 from lsgd.protocol.events import Event, RunProgress
 from lsgd.protocol.keys import KeyRing, parse_token, token_path
 from lsgd.protocol.sockets import new_key_pair
-from lsgd.run_folder import claimed
+from lsgd.run_folder import claimed, find_live
 from lsgd.settings import fields
 from lsgd.settings import shown as shown_value
 from lsgd.watch import terminal
@@ -118,6 +120,11 @@ def test_the_status_of_a_run_that_has_ended_is_its_end(tmp_path, monkeypatch):
         assert done.exit_code == 0 and f"the run in {folder} has ended:" in done.stderr
         assert "finished: all 900 iterations are done\n900 of 900 iterations in 9.0s" in done.stdout
     assert json.loads(CliRunner().invoke(main, ["status", "--json"]).stdout)["reason"] == result["reason"]
+    monkeypatch.setattr("lsgd.watch.reader.ANSWER_WITHIN_S", 0.2)
+    with claimed(folder, 0, "tcp://127.0.0.1:9"):  # its launcher waits until the store has all
+        assert "finished: all 900" in CliRunner().invoke(main, ["status"]).stdout
+        assert "finished" in CliRunner().invoke(main, ["runs"]).stdout
+        assert CliRunner().invoke(main, ["status", "--healthy"]).exit_code == 1
     refused = CliRunner().invoke(main, ["status", "--healthy"])
     assert refused.exit_code == 1 and "none of the runs that you launched is running" in refused.output
     assert CliRunner().invoke(main, ["stop"]).exit_code == 1
@@ -132,6 +139,13 @@ def test_a_look_at_a_run_folder_keeps_no_launcher_from_it(tmp_path, monkeypatch)
         monkeypatch.setattr("lsgd.run_folder.time", clock)
         with claimed(tmp_path, 0, "tcp://127.0.0.1:9"):
             pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_a_disk_without_locks_refuses_no_launcher_and_hides_no_run(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, os.strerror(number))))
+    with claimed(tmp_path, 1, "tcp://127.0.0.1:9"):
+        assert find_live(tmp_path) == (tmp_path, "tcp://127.0.0.1:9", b"")
 
 
 def test_an_address_needs_no_scheme(lsgd, servers):

@@ -550,6 +550,17 @@ class TestUnderAScheduler:
         counts = [json.loads(line)["count"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert counts[-1] == 60 and counts.count(0) == 1  # from the beginning once
 
+    def test_workers_are_in_no_group_of_torchrun(self, tmp_path, monkeypatch):
+        group = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"), "1")
+        group |= {"ROLE_RANK": "0", "ROLE_NAME": "default", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        others, given = {"MASTER_ADDR": "n0", "FRANK": "1", "RANKS": "2"}, dict[str, str]()
+        for name, value in (group | others).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(launch, "_run", lambda *options: given.update(options[5]) or ((0, "", ""), False))
+        place = Place(0, 1, "127.0.0.1")
+        assert launch.launch(launch.LaunchSettings(place, 0, ("cpu",), None, tmp_path, ("python",))) == 0
+        assert not given.keys() & group.keys() and given.items() >= others.items()
+
     def test_has_to_know_which_run_to_resume(self):
         done = CliRunner().invoke(main, ["launch", "--resume-if-any", "true"])
         assert done.exit_code == 2 and "--run-dir DIR, the same at each start" in done.output
@@ -750,8 +761,10 @@ class TestDevices:
         ("driver", "remedy"),
         [("580.95.05", "whl/cu130"), ("535.104.12", "whl/cu126"), ("470.42.01", "update the driver to 525")],
     )
-    def test_gpus_that_torch_cannot_use(self, nvidia_smi, driver, remedy):
+    def test_gpus_that_torch_cannot_use(self, nvidia_smi, driver, remedy, tmp_path, monkeypatch):
         nvidia_smi(driver)
+        (tmp_path / "json.py").write_text("raise ImportError('not the one of Python')")
+        monkeypatch.chdir(tmp_path)
         with pytest.raises(ConfigError) as refused:
             gpus.choose("cuda", None)
         line = str(refused.value)

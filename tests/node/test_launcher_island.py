@@ -39,6 +39,16 @@ def test_one_that_dies_takes_the_others_with_it(end, status) -> None:
     assert time.monotonic() - began < 30.0
 
 
+def test_a_script_without_its_interpreter_is_an_error_in_words(tmp_path, capfd) -> None:
+    script = tmp_path / "train.py"
+    script.touch(mode=0o755)
+    assert island.main(["cpu,cpu", "--", str(script)]) == 1
+    assert capfd.readouterr().err == (
+        f"{script} cannot be started: Exec format error; begin it with #!/usr/bin/env python3, or type python before "
+        f"its name\n"
+    )
+
+
 class Process:
     """A process that has ended, or ends when it is killed."""
 

@@ -393,6 +393,12 @@ class TestTranscript:
         transcript.feed(b"\r100%\n")
         assert shown() == b"[w]  3%\n[w] 100%\n"
 
+    def test_the_end_of_a_terminal_is_no_line(self, tmp_path, capfd):
+        transcript = Transcript(Screen(), "w", tmp_path / "w.log", 0, live=True)
+        transcript.feed(b"\r100%\r\n")
+        transcript.close()
+        assert (tmp_path / "w.log").read_text() == "100%\n"
+
     def test_colours_go_where_there_is_no_terminal(self, made):
         transcript, shown = made
         transcript.feed(b"\x1b[31mred\x1b[0m\n\x1b[?25h\n\n")

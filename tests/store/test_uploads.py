@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,26 @@ def test_only_the_newest_of_each_worker_goes_and_the_last_two_stay(machine) -> N
         "run-bb/4/node0-worker0",
     }
     assert not any("/16/node0-worker0" in name for name in machine.store.names(""))
+
+
+def test_a_slow_link_brings_all_files_of_an_islands_checkpoint_before_newer_ones(machine) -> None:
+    """The link takes two of three files before there are newer ones; the disk keeps the last two of each process."""
+    files = [f"node0-worker0.{rank}-of-3" for rank in range(3)]
+    for count in range(8, 81, 8):
+        for file in files:
+            machine.checkpoint(count, file)
+            (machine.folder / f"checkpoints/run-aa/{count - 16}/{file}.safetensors").unlink(missing_ok=True)
+        assert machine.uploads.upload_next() and machine.uploads.upload_next()
+        there = Counter(name.rpartition("/")[0] for name in machine.has())
+        assert 3 in there.values() or count == 8, "at any time, the store has a complete one"
+        assert len(there) <= upload.KEPT + 1
+
+
+def test_a_run_that_has_begun_anew_keeps_its_last_two_however_far_it_was(machine) -> None:
+    for count in (80, 88, 8, 16, 24):
+        machine.checkpoint(count)
+        assert machine.uploads.upload_next() and not machine.uploads.upload_next()
+    assert machine.has() == {f"run-aa/{count}/node0-worker0" for count in (80, 88, 16, 24)}
 
 
 def test_one_that_starts_again_sends_nothing_twice(machine) -> None:

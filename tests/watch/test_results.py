@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from click.testing import CliRunner
@@ -113,10 +114,14 @@ def test_the_picture_never_decides_how_a_run_ended(tmp_path: Path, name: str) ->
     assert json.loads((folder / "result.json").read_text())["state"] == "finished"
 
 
-def test_a_picture_that_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(curve, "draw", lambda *_: 1 / 0)
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(ValueError("no font"), "ValueError: no font"), (KeyboardInterrupt(), "Ctrl-C came while it was drawn")],
+)
+def test_a_picture_that_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch, error, said) -> None:
+    monkeypatch.setattr(curve, "draw", Mock(side_effect=error))
     first, last = results.finish(leave(tmp_path / "run"), 0)
-    assert first == "there is no curve.png: ZeroDivisionError: division by zero" and last.startswith("finished: ")
+    assert first == f"there is no curve.png: {said}" and last.startswith("finished: ")
 
 
 def test_results_that_cannot_be_written_are_said(tmp_path) -> None:
@@ -156,6 +161,7 @@ def test_runs_are_listed_newest_first_with_what_became_of_them(tmp_path, monkeyp
     os.utime(folder / "elsewhere" / "node1.lock", (2, 2))
     (folder / "no run").mkdir()
     (folder / "no run" / "uv.lock").touch()
+    (folder / "no run" / "result.json").write_text('{"loss": [0.5, "high"]}')
     leave(folder / "moved", going)
     for name in ("done", "broken", "killed"):
         with claimed(folder / name, 0, "tcp://127.0.0.1:9"):
@@ -182,3 +188,8 @@ def test_runs_are_listed_newest_first_with_what_became_of_them(tmp_path, monkeyp
     assert "    its results are on node 2, which served it last" in lines
     (done,) = [line for line in lines if line.startswith("done")]
     assert done.split()[:6] == ["done", "finished", "leader", "900/900", "0.25", "1m15s"]
+
+
+def test_a_run_whose_name_is_no_utf_8_is_listed(tmp_path) -> None:
+    leave(tmp_path / os.fsdecode(b"caf\xe9"))
+    assert listed(str(tmp_path))[1].startswith("caf?  finished")
