@@ -311,6 +311,15 @@ class LocalSGD(Delayed):
         """Whether members judge each other's changes."""
         return self.settings.drop_outliers and group.size >= FEWEST
 
+    def _kinds(self, group: Group) -> Sequence[int]:
+        """Return numbers by rank, equal for members whose agreement with the others can be compared.
+
+        Of what a member has learned, few elements leave a node of several workers in a round, and no one there knows
+        which: the sum of the others lacks all of it, and so the agreement is less than elsewhere.
+        """
+        apart = self._codec.sparse and self.settings.hierarchical
+        return [size for size in group.node_sizes for _ in range(size)] if apart else ()
+
     def _left_out(self, group: Group, order: Round) -> Collection[int]:
         """Return the ranks whose changes do not count in this round: outliers and newcomers."""
         return self._new(order) | (self._outliers.left_out if self._judges(group) else set())
@@ -397,7 +406,7 @@ class LocalSGD(Delayed):
             rows = (measured[start : start + SUMS] for start in range(0, len(measured), SUMS))
             sums = [(*lengths, usual / parts) for *lengths, usual in rows]
             scale = self._scale(sums, self._left_out(group, order))
-            found = self._outliers.judge(sums) if self._judges(group) else {}
+            found = self._outliers.judge(sums, self._kinds(group)) if self._judges(group) else {}
             self._report(found, group, order)
             fragment = order.exchanges % len(self._fragments)
             if spoilt:  # on all members alike

@@ -52,16 +52,17 @@ class Outliers:
         self.usual = usual
         self._strikes: dict[int, int] = {}
 
-    def judge(self, sums: Sequence[Sequence[float]]) -> Mapping[int, str]:
+    def judge(self, sums: Sequence[Sequence[float]], kinds: Sequence[int] = ()) -> Mapping[int, str]:
         """Give strikes after a round, and return who is left out for the first time, with the reason.
 
         Args:
             sums: for each rank the squared length of its change, that of the mean, the product of its change and the
                 sum that the others have sent, that sum's squared length, and the length that it knows as usual
                 (newcomers: 0). A member without a change has zeros, which say nothing.
+            kinds: for each rank a number, the same for those whose agreements can be compared; by default all can.
         """
         found = {}
-        outliers = self._outliers(sums)
+        outliers = self._outliers(sums, kinds or [0] * len(sums))
         for rank in range(len(sums)):
             least, reason = outliers.get(rank, (0, ""))
             change = 1 if rank in outliers else -1
@@ -77,7 +78,7 @@ class Outliers:
         """Whether a member has too many strikes."""
         return self._strikes.get(rank, 0) >= PATIENCE
 
-    def _outliers(self, sums: Sequence[Sequence[float]]) -> Mapping[int, tuple[int, str]]:
+    def _outliers(self, sums: Sequence[Sequence[float]], kinds: Sequence[int]) -> Mapping[int, tuple[int, str]]:
         """Note what is usual, and return the least strikes that each outlier has after this, and why.
 
         If they are not a minority, nobody is one.
@@ -89,9 +90,11 @@ class Outliers:
         agreements = {rank: _agreement(sums[rank]) for rank in lengths}
         known = statistics.median([usual for *_, usual in sums if usual > 0] or [0.0])
         self.usual = max(USUAL_DECAY * known, statistics.median(lengths[rank] for rank in judges))
-        agreement = statistics.median(agreements[rank] for rank in judges)
+        told = {kind: [agreements[rank] for rank in judges if kinds[rank] == kind] for kind in kinds}
+        clear = {kind: statistics.median(each) for kind, each in told.items() if len(each) >= FEWEST}
         found = {}
         for rank in lengths:
+            agreement = clear.get(kinds[rank], 0.0)
             if lengths[rank] > LENGTH_TIMES * self.usual:
                 found[rank] = STRIKES, f"its length is {lengths[rank] / self.usual:.2g} times the usual one"
             elif agreement > CLEAR and agreements[rank] < AGREEMENT * agreement:

@@ -179,6 +179,26 @@ def test_the_mean_is_that_of_those_that_count(divisor: str, times: float) -> Non
     assert algorithm._scale(sums, {BAD}) == pytest.approx(times)
 
 
+@pytest.mark.parametrize(("node_sizes", "sign", "found"), [((2, 1, 1, 1), 1.0, set()), ((2, 2, 2), -1.0, {BAD})])
+def test_nodes_that_send_few_elements_are_compared_with_those_of_as_many_workers(node_sizes, sign, found) -> None:
+    """Nobody in a node of two knows which elements of its own have left the node."""
+    common = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+
+    def member(group: SimulatedGroup) -> set[int]:
+        model, left_out = nn.Linear(4096, 1, bias=False), set()
+        nn.init.zeros_(model.weight)
+        settings, optimizer = SparseSettings(period=1), torch.optim.SGD(model.parameters(), lr=1.0)
+        worker = SimulatedWorker.of_model(group, settings, model, optimizer)
+        generator = torch.Generator().manual_seed(group.rank)
+        for _ in range(20):
+            change = (sign if group.rank == BAD else 1.0) * common + 0.5 * torch.randn(4096, generator=generator)
+            worker.step(lambda change=change: -(model.weight[0] @ change))
+            left_out |= worker.algorithm._outliers.left_out
+        return left_out
+
+    assert simulate(node_sizes, member) == [found] * sum(node_sizes)
+
+
 def test_a_worker_that_stays_wrong_ends_with_an_error_that_says_what_to_do() -> None:
     with pytest.raises(OutlierError, match=r"in 32 rounds, .* set drop_outliers = false"):
         train("flips", PATIENCE + 2)
