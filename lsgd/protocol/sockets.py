@@ -374,7 +374,7 @@ class Wakeup:
 def wait_for(timeout_s: float, *sources: "Listener | Connector | HasFileno") -> None:
     """Return when one of these sources has something to receive, or after ``timeout_s``."""
     left_over = any(isinstance(source, Listener) and source.waiting for source in sources)
-    polled = [(getattr(source, "_socket", source), zmq.POLLIN) for source in sources]
+    polled: list[tuple[Any, int]] = [(getattr(source, "_socket", source), zmq.POLLIN) for source in sources]
     zmq.zmq_poll(polled, 0 if left_over else round(timeout_s * 1000))
 
 
