@@ -272,7 +272,7 @@ def test_in_16_bits_the_common_model_gains_what_workers_learn(compression, delay
         algorithm = settings.create(model, "run")
         algorithm.reset(model, group, make_round([1] * 3))
         products, judge = [], algorithm._outliers.judge
-        algorithm._outliers.judge = lambda sums: (products.extend(row[2] for row in sums), judge(sums))[1]
+        algorithm._outliers.judge = lambda *told: (products.extend(row[2] for row in told[0]), judge(*told))[1]
         for id in range(1, rounds + 1):
             land(algorithm.before_forward(model, group, make_round([1] * 3, id=id)))
             land(algorithm.after_step(model))

@@ -394,9 +394,11 @@ class TestTranscript:
         assert shown() == b"[w]  3%\n[w] 100%\n"
 
     def test_the_end_of_a_terminal_is_no_line(self, tmp_path, capfd):
-        transcript = Transcript(Screen(), "w", tmp_path / "w.log", 0, live=True)
+        screen = Screen()
+        transcript = Transcript(screen, "w", tmp_path / "w.log", 0, live=True)
         transcript.feed(b"\r100%\r\n")
         transcript.close()
+        screen.close()  # nothing of it is shown in the next test
         assert (tmp_path / "w.log").read_text() == "100%\n"
 
     def test_colours_go_where_there_is_no_terminal(self, made):
