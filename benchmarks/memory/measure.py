@@ -14,7 +14,7 @@ from lsgd.settings import AlgorithmSettings
 
 WORKERS = 2
 COLUMNS = ("", "kept", "peak", "with `offload`: on the GPU", "kept in the CPU's memory", "peak there")
-ITERATIONS = 6
+ITERATIONS = 8
 """Of a worker with each algorithm."""
 
 SMALL_NUMEL = 50_000
@@ -84,7 +84,7 @@ def measure(numel: int, train: Callable[[Plan, int, Path], None], folder: Path, 
 
 
 def read(file: Path, cases: Mapping[str, AlgorithmSettings]) -> dict[str, tuple[int, int]]:
-    """Return the bytes of each case: the least that was resident between two iterations, and the most that two reached.
+    """Return the bytes of each case: the least that was resident between iterations, and the most that three reached.
 
     Of the worker that has more; one that was slower in a phase may have made hardly any of its iterations. The first
     two lines of a phase are not counted: they have what the phase before has left, such as the gradients in its
@@ -100,7 +100,7 @@ def read(file: Path, cases: Mapping[str, AlgorithmSettings]) -> dict[str, tuple[
                 continue
             name = names[algorithm_of(noted, "a note")]
             kept = min(now for _, now, _ in each[2:])
-            *_, peak, _ = sorted(peak for _, _, peak in each[2:])  # a single one may be chance
+            *_, peak, _, _ = sorted(peak for _, _, peak in each[2:])  # one or two may be chance
             before = found.get(name, (kept, peak))
             found[name] = max(kept, before[0]), max(peak, before[1])
     assert found.keys() == cases.keys(), "one worker makes at least half of the iterations of a phase"

@@ -78,10 +78,16 @@ class Background:
 def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
     while (queued := calls.get()) is not None:
         run, before, done = queued
+        took_s, failure = 0.0, None
         try:
             if before is not None:
                 before.result()
-            done.set_result(run())
+            took_s = run()
         except BaseException as error:
-            done.set_exception(error)
-        del queued, run, before, done  # and their references to the object that started the call
+            failure = error
+        del queued, run, before  # with what they refer to, before anybody goes on: this thread may not run for a while
+        if failure is None:
+            done.set_result(took_s)
+        else:
+            done.set_exception(failure)
+        del done, failure

@@ -136,9 +136,12 @@ def test_a_dead_and_a_frozen_worker_are_seen_at_once(cluster, page, dashboard) -
 
 @pytest.mark.slow
 def test_a_launched_run_has_its_page_and_its_report(browser, tmp_path) -> None:
-    script = tmp_path / "train.py"
+    script, begins = tmp_path / "train.py", tmp_path / "begins"
+    os.mkfifo(begins)
     script.write_text(
+        "import sys\n"
         "import torch\n"
+        "open(sys.argv[1]).close()\n"  # until somebody writes there
         "from lsgd.client import Worker\n"
         "model = torch.nn.Linear(4, 1)\n"
         "data = torch.utils.data.TensorDataset(torch.randn(64, 4))\n"
@@ -156,15 +159,18 @@ def test_a_launched_run_has_its_page_and_its_report(browser, tmp_path) -> None:
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "lsgd.client", "launch", "--workers", "2", "--device", "cpu", "--dashboard"]
     environ = {**LIGHT, "LSGD_ALGORITHM": "local", "LSGD_PERIOD": "10", "LSGD_SECONDS": "4"}
-    done = subprocess.run(
-        [*command, "--run-dir", str(folder), "--", sys.executable, str(script)],
-        env={**os.environ, **environ},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"dashboard: http://127\.0\.0\.1:\d+/$", done.stdout, re.M)) == 1
+    command += ["--run-dir", str(folder), "--", sys.executable, str(script), str(begins)]
+    with (tmp_path / "output").open("w") as output:
+        process = subprocess.Popen(command, env={**os.environ, **environ}, stdout=output, stderr=output)
+    try:
+        has_page = re.compile(r"dashboard: http://127\.0\.0\.1:\d+/$", re.MULTILINE)
+        until(lambda: has_page.search((tmp_path / "output").read_text()), "the page is there")
+        with begins.open("r+b", buffering=0):
+            assert process.wait(DEADLINE_S) == 0, (tmp_path / "output").read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert len(has_page.findall((tmp_path / "output").read_text())) == 1
     main(["report", str(folder)], standalone_mode=False)
     page = browser.new_page()
     requests, troubles = [], []

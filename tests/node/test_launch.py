@@ -294,7 +294,7 @@ class TestNode:
         assert checkpoints(first.run_dir / "checkpoints") == []
         rounds = len(first.result["rounds"])
         again = start("--node", "0", *common, "--run-dir", str(first.run_dir.parent), "--resume", **plan)
-        until(lambda: len(first.result["rounds"]) > rounds, "it goes on")
+        until(lambda: any("node1/worker0" in r["losses"] for r in first.result["rounds"][rounds:]), "both go on")
         again.process.send_signal(signal.SIGINT)
         status, output = again.finish()
         assert status == 0, output
