@@ -182,6 +182,11 @@ def named_floating_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     return ((name, b) for name, b in buffers if b.is_floating_point() and b.numel())
 
 
+def written_buffers(model: nn.Module) -> list[Tensor]:
+    """Return what can be written of a model's buffers: :func:`written`."""
+    return [part for x in model.buffers() for part in written(x)]
+
+
 def written(x: Tensor) -> Iterator[Tensor]:
     """Yield what can be written of a buffer or a frozen parameter: of an expanded one what it repeats.
 

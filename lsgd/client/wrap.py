@@ -21,7 +21,7 @@ from lsgd.client.control.joining import unwrapped
 from lsgd.client.iteration.steps import WARN_AFTER_STEPS, closure_in, with_closure
 from lsgd.client.worker import Worker, check_steps
 from lsgd.errors import ConfigError, LsgdError
-from lsgd.flat import written
+from lsgd.flat import written_buffers
 from lsgd.protocol.messages import LOOP_ENDED
 
 logger = logging.getLogger("lsgd")
@@ -211,10 +211,10 @@ class _Hooks:
             self._mute(worker)
         elif not self._inside:
             self._evaluate(worker)
-        self._buffers = clones(_written(model)) if worker.stopped and trains else []
+        self._buffers = clones(written_buffers(model)) if worker.stopped and trains else []
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        for x, kept in zip(_written(model), self._buffers, strict=False):  # the statistics of batch norm
+        for x, kept in zip(written_buffers(model), self._buffers, strict=False):  # the statistics of batch norm
             x.data.copy_(kept)  # a change that the backward pass does not see
         self._buffers = []
         if self.worker is not None and self.reports and model.training and torch.is_grad_enabled():
@@ -351,10 +351,6 @@ def _eager(hook: Callable[..., None]) -> Callable[..., None]:
             return getattr, (nullcontext(), "__exit__")
 
     return Hook()
-
-
-def _written(model: nn.Module) -> list[Tensor]:
-    return [part for x in model.buffers() for part in written(x)]
 
 
 def loss_in(output: Any) -> Tensor | None:

@@ -22,7 +22,7 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.control.replicas import fingerprints
 from lsgd.client.groups.base import WorkerGroup
 from lsgd.errors import DetachedError, LsgdError
-from lsgd.flat import FlatParameters, written
+from lsgd.flat import FlatParameters, written, written_buffers
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings, same_form
@@ -180,10 +180,7 @@ class Replica:
 
     def _mirrored(self) -> list[Tensor]:
         """Return what is equal in all replicas: the flat parameters, then the buffers."""
-        return [*self.flat.buffers, *self._buffers()]
-
-    def _buffers(self) -> list[Tensor]:
-        return [part for x in self.model.buffers() for part in written(x)]
+        return [*self.flat.buffers, *written_buffers(self.model)]
 
     def align(
         self, island: Island, group: WorkerGroup, looks: Sequence[Look], add: Callable[[Sequence[float]], list[float]]
@@ -246,7 +243,7 @@ class Replica:
             return [], [], self.algorithm.shared_state()
         flat = [] if self.algorithm.common_model() else self.flat.buffers
         frozen = [part for x in self.flat.frozen for part in written(local(x))]
-        return [*flat, *self._buffers(), *states], frozen, self.algorithm.shared_state()
+        return [*flat, *written_buffers(self.model), *states], frozen, self.algorithm.shared_state()
 
     def keep(self) -> None:
         """Keep a copy of what a newcomer has, until it has the run's model; one that exists stays."""
@@ -260,7 +257,7 @@ class Replica:
         self._kept = None
 
     def _own(self) -> list[Tensor]:
-        return [*self.flat.buffers, *self._buffers(), *self.algorithm.shared_state()]
+        return [*self.flat.buffers, *written_buffers(self.model), *self.algorithm.shared_state()]
 
     def take_over(self, states: Sequence[Tensor]) -> None:
         """Begin with the model that all share, if the algorithm has one, and the optimizers' ``states``, if any."""
