@@ -58,7 +58,10 @@ GIVE_WAY_S = 3.0
 """How long a server that has given up tells its nodes where the run continues."""
 
 DISMISS_WITHIN_S = 2.0
-"""How long the local servers have to hear that the run is over."""
+"""How long a local server may be silent until it counts as gone, when the run is over."""
+
+DISMISS_ALL_WITHIN_S = 15.0
+"""How long they are told that the run is over, at most."""
 
 FOLLOWS_FOR_S = 1.5
 """How long after its last question somebody still counts as following the stream of events."""
@@ -255,7 +258,9 @@ class GlobalDaemon:
             wait_for(TICK_S, self._listener)
             now = time.monotonic()
             self._receive(now)
-            if now - started_at < DISMISS_WITHIN_S and (self._nodes or self._follows(now)):
+            heard_at = max([started_at, *(node.heard_at for node in self._nodes.values())])  # a node that knows leaves
+            silent = now - heard_at >= DISMISS_WITHIN_S or now - started_at >= DISMISS_ALL_WITHIN_S
+            if not silent and (self._nodes or self._follows(now)):
                 awaited_at = now
 
     def _follows(self, now: float) -> bool:

@@ -1,9 +1,8 @@
-"""The dashboard as people see it: a real run with a dead and a frozen worker in a real browser."""
+"""The dashboard as people see it: a real run with a dead and a stalled worker in a real browser."""
 
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 
@@ -65,11 +64,12 @@ def dashboard():
 
 @pytest.mark.timeout(180)
 @pytest.mark.alone
-def test_a_dead_and_a_frozen_worker_are_seen_at_once(cluster, page, dashboard) -> None:
-    limits = ("--patience-s", "1", "--lease-s", str(LEASE_S), "--exchange-timeout-s", "5")  # it may freeze in a round
-    run = JournaledRun(cluster, "--workers", "3", *limits, *EVERY)
+def test_a_dead_and_a_stalled_worker_are_seen_at_once(cluster, page, dashboard) -> None:
+    run = JournaledRun(cluster, "--workers", "3", "--patience-s", "1", "--lease-s", str(LEASE_S), *EVERY)
     local = cluster.start_local()
-    workers = [cluster.worker("crash", 0, index, "--sleep", 0.01, **LIGHT) for index in range(3)]
+    hold = cluster.folder / "hold"
+    stalls = ((), ("--stall-while", hold), ())
+    workers = [cluster.worker("crash", 0, index, "--sleep", 0.01, *stalls[index], **LIGHT) for index in range(3)]
     process, url = dashboard(cluster.address, "--private")
     page.goto(url)
     assert "token" not in page.url
@@ -92,11 +92,11 @@ def test_a_dead_and_a_frozen_worker_are_seen_at_once(cluster, page, dashboard) -
     seen(f"{state(2)} === 'left'")
     assert "process has ended" in page.locator("#workers tr").nth(2).inner_text()
 
-    workers[1].send(signal.SIGSTOP)
+    hold.touch()
     out = until(lambda: (s := cluster.status()["members"][1]["state"]) not in ("live", "held") and s, "it is out")
     assert out != "left"
     seen(f"{state(1)} === '{out}'")
-    workers[1].send(signal.SIGCONT)
+    hold.unlink()
     seen(f"['live', 'held'].includes({state(1)})", WAIT_MS)
 
     kill(run.server)

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import msgpack
@@ -29,6 +30,7 @@ from lsgd.protocol.messages import (
     Put,
     Refused,
     Request,
+    RunOver,
     Status,
     StatusQuery,
     StopRun,
@@ -37,7 +39,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.protocol.sockets import Connector, Listener, wait_for
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.daemon import EXIT_AT_ONCE
+from lsgd.server.daemon import EXIT_AT_ONCE, Ending
 from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.state import RunState
 
@@ -249,6 +251,24 @@ def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(mon
     for _ in range(2):  # the answer may be lost
         assert answers(b"node0#1", encode(NodeLeave(0, 1, "done"))) == [(b"", Left())]
     assert isinstance(answers(b"node0#2", beta)[0][1], NodeWelcome)
+
+
+@pytest.mark.parametrize(("heard_for_s", "lasts_s"), [(0, 2.3), (6, 8.3), (60, 15.3)])
+def test_a_node_that_is_heard_is_told_of_the_end_until_it_is_silent(monkeypatch, heard_for_s, lasts_s) -> None:
+    link, clock = Answers(), [100.0]
+
+    def wait(seconds: float, *_: object) -> None:
+        clock[0] += seconds
+        if clock[0] - 100 <= heard_for_s:
+            link.arrived.append((b"node0#1", [hello()]))  # what it is told does not arrive
+
+    monkeypatch.setattr("lsgd.server.global_daemon.wait_for", wait)
+    monkeypatch.setattr("lsgd.server.global_daemon.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    daemon = GlobalDaemon(Coordinator(RunState(make_plan(), "run")), cast(Listener, link), watches_memory=False)
+    link.arrived += [(b"node0#1", [hello()]), (b"operator", [encode(StopRun("enough"))])]
+    assert daemon.run(Ending()) == 0
+    assert RunOver("enough") in [message for _, message in link.sent[b"node0#1"]]
+    assert clock[0] - 100 == pytest.approx(lasts_s, abs=0.2)
 
 
 def test_a_node_whose_server_was_killed_is_taken_over_by_the_next_one(cluster, peer) -> None:

@@ -34,6 +34,7 @@ parser.add_argument("--die-in-round", type=int, default=0, help="kill -9 when th
 parser.add_argument("--lead", action="store_true", help="report a loss that no other worker is below")
 parser.add_argument("--stick-at", type=int, default=0, help="hold the GIL in this iteration")
 parser.add_argument("--stall-at", type=int, default=0, help="wait in this iteration, with the GIL free")
+parser.add_argument("--stall-while", type=Path, help="wait in any iteration while this file is there")
 parser.add_argument("--poison-at", type=int, default=0, help="make a parameter NaN in this iteration")
 parser.add_argument("--dwell-in-round", type=int, default=0, help="wait once, when this or a later one broadcasts")
 parser.add_argument("--until", type=Path, help="stall or dwell until this file is there; stick until this pipe opens")
@@ -118,6 +119,8 @@ with Worker.join(model, optimizer) as worker:
                     print("stalls", flush=True)
                     wait()
                     print("goes on", flush=True)
+                while options.stall_while and options.stall_while.exists():
+                    time.sleep(0.02)
                 loss = nn.functional.mse_loss(model(x), y)
                 optimizer.zero_grad()
                 loss.backward()
