@@ -55,9 +55,9 @@ class Commit:
 class Algorithm:
     """Base of the algorithms; each overrides the hooks that it needs.
 
-    A generation begins with :meth:`reset`. Then every iteration calls the hooks in order, with its round if it has
-    one. An algorithm never sees a model, an optimizer or a socket. It keeps only mathematical state, of the same form
-    on all members with the same model and settings.
+    A generation begins with :meth:`reset`. Then every iteration with a round calls the hooks in order, and every
+    other one :meth:`after_step`. An algorithm never sees a model, an optimizer or a socket. It keeps only mathematical
+    state, of the same form on all members with the same model and settings.
 
     A hook exchanges in scratch tensors, and returns a :class:`Commit` with the changes to parameters, gradients and
     state. The worker makes them if the exchange has succeeded in all its processes. So if a hook raises, nothing has

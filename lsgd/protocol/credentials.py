@@ -23,7 +23,7 @@ _FROM, _UNTIL = datetime.datetime(2000, 1, 1), datetime.datetime(9999, 12, 31)  
 def run_certificate(secret: bytes, run: str) -> bytes:
     """Return the key and the certificate of a run as PEM text: always the same for the same arguments.
 
-    So a restarted global server hands out the same one, and no file contains it. All members of a run share this
+    So a restarted global server hands out the same one without a file. All members of a run share this
     certificate and trust no other. Only the global server knows ``secret``, without which nobody can derive the key.
     """
     from cryptography import x509
