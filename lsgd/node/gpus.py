@@ -10,11 +10,15 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from lsgd.errors import ConfigError
 
 CPU_WORKERS = 2
 """Workers on a machine without GPUs."""
+
+PROBE_WITHIN_S = 180
+"""How long torch may take to look for GPUs."""
 
 _PROBE = """
 import json, torch
@@ -49,7 +53,7 @@ def choose(wanted: str, workers: int | None, processes: int = 1) -> Devices:
         raise ConfigError(f"the device {wanted!r} is unknown; it is auto, cpu, cuda, or one GPU: cuda:0")
     on_cpu = ("cpu",) * ((workers or CPU_WORKERS) * processes)
     drivers = _drivers()
-    if wanted == "cpu" or (wanted == "auto" and (not drivers or _hidden())):
+    if wanted == "cpu" or (wanted == "auto" and (not (drivers or _has_device_files()) or _hidden())):
         return Devices(on_cpu)
     count, problem = _usable(drivers)
     if problem and wanted == "auto":
@@ -84,7 +88,12 @@ def own(devices: Sequence[str], visible: str) -> tuple[tuple[str, ...], str]:
 
 
 def _hidden() -> bool:
-    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")  # the last is Slurm's
+
+
+def _has_device_files() -> bool:
+    """Whether the system has a GPU of NVIDIA: containers without nvidia-smi use it, too."""
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _drivers() -> list[str]:
@@ -99,7 +108,11 @@ def _drivers() -> list[str]:
 
 def _usable(drivers: list[str]) -> tuple[int, str]:
     """Return how many GPUs torch can use; if none, also why and what to do."""
-    done = subprocess.run([sys.executable, "-P", "-c", _PROBE], capture_output=True, text=True)
+    command = [sys.executable, "-P", "-c", _PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        return 0, f"torch has looked for GPUs for {PROBE_WITHIN_S} s: does the driver hang (nvidia-smi)?"
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         raise ConfigError(f"torch cannot be imported by {sys.executable}: {' '.join(last)}")

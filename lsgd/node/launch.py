@@ -431,16 +431,17 @@ def _worker(settings: LaunchSettings, index: int) -> tuple[Sequence[str], dict[s
 
 
 def _observers(settings: LaunchSettings, network: str, environ: Mapping[str, str]) -> Iterator[Command]:
-    insecure = ["--insecure"] * settings.insecure
+    insecure, ignores_term = ["--insecure"] * settings.insecure, bool(settings.place.starter)
     if settings.log_to:
         arguments = [*LSGD, "log", "--connect", network, "--out", str(settings.run_dir), *insecure]
         arguments += [part for name in settings.log_to for part in ("--to", name)]
-        log = _log(settings, "logger")
-        yield Command("logger", arguments, environ, log, role=Role.OBSERVER, appends=settings.resume)
+        log, appends = _log(settings, "logger"), settings.resume
+        yield Command("logger", arguments, environ, log, role=Role.OBSERVER, appends=appends, ignores_term=ignores_term)
     if settings.dashboard is not None:
         arguments = [*LSGD, "dashboard", "--run", str(settings.run_dir), "--parent", str(os.getpid()), *insecure]
         arguments += ["--port", str(settings.dashboard)] * (settings.dashboard > 0)
-        yield Command("dashboard", arguments, environ, _log(settings, "dashboard"), role=Role.PAGE)
+        log = _log(settings, "dashboard")
+        yield Command("dashboard", arguments, environ, log, role=Role.PAGE, ignores_term=ignores_term)
 
 
 def _log(settings: LaunchSettings, name: str) -> Path:

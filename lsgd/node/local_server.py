@@ -250,7 +250,7 @@ class LocalServer:
             self._said_at = now + 5
         elif not (self._ending or self.joined) and now - self._unjoined_at >= UNJOINED_S:
             self._unjoined_at = now
-            self._say(
+            self._complain(
                 f"none of the {self._own_workers} workers of node{self._node} has joined for "
                 f"{now - self._started_at:.0f} s: does the script call lsgd.wrap(model, optimizer), Worker.join or a "
                 f"callback of lsgd, in each of its processes? A long preparation of data needs nothing"
@@ -291,7 +291,7 @@ class LocalServer:
         before.close()
         self.elsewhere.take(place)
         self.takes_over = self._given_way = False
-        self._say(f"follows the global server at {link.address}, in term {welcome.terms[-1].number} of the run")
+        self._complain(f"follows the global server at {link.address}, in term {welcome.terms[-1].number} of the run")
         self._when_moved(replace(place, address=link.address))
         if self.copy.number and not anew:
             link.send([encode(self.copy.offer())])

@@ -175,10 +175,19 @@ class Node:
             self._say(f"this node cannot serve the run: {error}; it tries again in {SERVE_AGAIN_S:g} s")
             self._serve_from = self._now + SERVE_AGAIN_S
             return
+        before = len(self._children)
+        try:
+            for number, command in enumerate(commands, start=len(self._commands)):
+                self._start(command, number)
+        except OSError as error:
+            self._say(f"this node cannot serve the run: {error.strerror}; it tries again in {SERVE_AGAIN_S:g} s")
+            self._serve_from = self._now + SERVE_AGAIN_S
+            for child in self._children[before:]:
+                child.send(signal.SIGKILL)
+            del self._children[before:]
+            return
         self._commands = [*self._commands, *commands]
         self._serves_run = self._outlives = True
-        for number, command in enumerate(commands, start=len(self._commands) - len(commands)):
-            self._start(command, number)
 
     def _notice_deposed(self) -> None:
         """End this node's servers a while after another node serves the run; they have told the other nodes."""
@@ -273,7 +282,7 @@ class Node:
                 continue
             if child.status == 0 and child.role is Role.WORKER and not child.is_ending:
                 self._judge(child)
-            is_news = not child.is_ending or (child.killed_from_outside and self._is_wanted(child))
+            is_news = not child.is_ending or (child.fails_by_itself and self._is_wanted(child))
             if child.role is Role.SERVER and child.status == MOVED:
                 self._depose()
                 continue

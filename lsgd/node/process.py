@@ -219,13 +219,19 @@ class Child:
     @property
     def restartable(self) -> bool:
         """Whether it may do better another time: a signal killed it, the run evicted it, or a server crashed."""
-        crashed = self.role.serves and self.status == CRASHED
-        return self.status is not None and (self.status < 0 or self.status == EvictedError.exit_code or crashed)
+        return self.status is not None and (
+            self.status < 0 or self.status == EvictedError.exit_code or self._has_crashed
+        )
 
     @property
-    def killed_from_outside(self) -> bool:
-        """Whether a signal killed it that we did not send."""
-        return self.status is not None and self.status < 0 and -self.status not in self._sent
+    def fails_by_itself(self) -> bool:
+        """Whether a signal killed it that we did not send, or it is a server that has crashed."""
+        killed = self.status is not None and self.status < 0 and -self.status not in self._sent
+        return killed or self._has_crashed
+
+    @property
+    def _has_crashed(self) -> bool:
+        return self.role.serves and self.status == CRASHED
 
     @property
     def how_it_ended(self) -> str:

@@ -40,7 +40,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lsgd.plan.run import LENGTH_SETTINGS
+from lsgd.errors import ConfigError
+from lsgd.plan.run import LENGTH_SETTINGS, RunSettings
 from lsgd.protocol.events import RunChanged, SettingsChanged
 from lsgd.protocol.messages import (
     Data,
@@ -67,7 +68,7 @@ from lsgd.server.reasons import NO_REASON, Why
 from lsgd.server.roster import Member, MemberState, finite
 from lsgd.server.state import Decision, RunState
 from lsgd.server.succession import Outcome
-from lsgd.settings import changed
+from lsgd.settings import changed, fields
 
 LINGER_S = 10.0
 """How long the run waits for leaves after its end."""
@@ -122,7 +123,7 @@ class Coordinator:
 
     def stop(self, order: str) -> None:
         """End the run on request; takes effect with the next message or tick."""
-        endings.stop(self.state, Why.ORDERED(order=order))
+        endings.stop(self.state, Why.ORDERED(order=order or "an operator's order"))
 
     def change(self, changes: Mapping[str, str]) -> None:
         """Change numeric settings, all or none: the run's length at once, the algorithm's from the next global round.
@@ -133,6 +134,8 @@ class Coordinator:
         state = self.state
         length = {name: text for name, text in changes.items() if name in LENGTH_SETTINGS}
         others = {name: text for name, text in changes.items() if name not in LENGTH_SETTINGS}
+        if fixed := next((name for name in others if name in fields(RunSettings)), ""):
+            raise ConfigError(f"{fixed} cannot be changed during a run; stop it, and resume it with another {fixed}")
         run = changed(state.plan.run, length)
         state.course.next_algorithm = changed(state.course.next_algorithm, others, LENGTH_SETTINGS)
         state.plan = replace(state.plan, run=run)

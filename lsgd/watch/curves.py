@@ -217,6 +217,9 @@ def check(names: Iterable[str]) -> None:
         require(name, name, *LOGGERS[name].packages)
 
 
+FIRST_WITHIN_S = 60.0
+"""How long to wait for the first answer of a global server, which the launcher starts at the same time."""
+
 AWAY_FOR_S = 600.0
 """How long to wait for a silent global server."""
 
@@ -229,16 +232,18 @@ def write(
 ) -> int:
     """Write the curves of the run at ``address`` until it is over; return the number of points.
 
-    It continues with a restarted server, and ends on SIGTERM. What a server could not tell before it ended is looked up
-    in ``run_dir``, or else in the folder that is written.
+    It continues with a restarted server, and ends on SIGINT or SIGTERM. What a server could not tell before it ended is
+    looked up in ``run_dir``, or else in the folder that is written.
 
     Raises:
         ConfigError: a logger's package is missing, or the folder cannot be made or written.
-        JoinError: the server refuses us, has given up, or is silent for ten minutes.
+        JoinError: the server refuses us, has given up, is silent for ten minutes, or has never answered for one.
     """
     check(names)
     ended = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # the launcher has said so: a scheduler sends it to all
+            signal.signal(number, lambda *_: ended.set())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with Reader(address, keys) as reader:
@@ -284,6 +289,8 @@ def _follow(reader: Reader, curves: Curves, run_dir: Path, ended: threading.Even
             heard_at = now
         elif _is_over(run_dir, view.run):
             break
+        elif not view.run and now - heard_at > FIRST_WITHIN_S:
+            raise JoinError(f"no global server has answered for {now - heard_at:.0f} s: is it the right address?")
         elif now - heard_at > AWAY_FOR_S:
             raise JoinError(f"the global server has been silent for {now - heard_at:.0f} s; its curves end there")
     if view.run and view.state != "over":  # it ended before it could tell us

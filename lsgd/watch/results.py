@@ -25,6 +25,7 @@ MAX_POINTS = 2000
 T = TypeVar("T")
 
 _STOPPED_CODE = "ordered"  # the global server's reason code for a run that an operator stopped
+_FAILED_CODES = ("model_lost", "rounds_fail", "same_batches")  # of runs that end without a consensus
 
 
 def clear(folder: Path, *, resume: bool) -> None:
@@ -60,8 +61,9 @@ def finish(folder: Path, status: int, state: str = "", reason: str = "") -> list
 
 
 def ended(document: dict[str, Any]) -> str:
-    """Return how a run ended according to its global server: ``stopped`` or ``finished``."""
-    return "stopped" if document.get("code") == _STOPPED_CODE else "finished"
+    """Return how a run ended according to its global server: ``stopped``, ``failed`` or ``finished``."""
+    code = str(document.get("code", "")).partition(".")[0]
+    return "stopped" if code == _STOPPED_CODE else "failed" if code in _FAILED_CODES else "finished"
 
 
 def _draw(document: dict[str, Any], rounds: list[dict[str, Any]], path: Path) -> list[str]:

@@ -531,7 +531,8 @@ class TestUnderAScheduler:
 
     @pytest.mark.slow
     def test_sigterm_to_all_processes_is_for_the_launcher_alone(self, start):
-        node = start("--nodes", "1", "--workers", "2", NODE_RANK="0", NNODES="1", LSGD_CHECKPOINT_EVERY="1")
+        size = ("--nodes", "1", "--workers", "2", "--log-to", "csv")
+        node = start(*size, NODE_RANK="0", NNODES="1", LSGD_CHECKPOINT_EVERY="1")
         until(lambda: checkpoints(node.run_dir / "checkpoints"), "it trains")
         for pid in node.left():
             with contextlib.suppress(ProcessLookupError):
@@ -539,6 +540,8 @@ class TestUnderAScheduler:
         status, output = node.finish()
         assert status == 0, output
         assert "stopped: lsgd launch of node0 got SIGTERM" in output and "killed by" not in output
+        *_, last = (node.run_dir / "curves.csv").read_text().splitlines()
+        assert int(last.split(",")[1]) == json.loads((node.run_dir / "result.json").read_text())["count"]
 
     @pytest.mark.slow
     def test_resumes_if_there_is_anything(self, start, tmp_path):
@@ -781,7 +784,21 @@ class TestDevices:
             gpus.choose("cuda", None)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-    def test_no_gpu(self, nvidia_smi, tmp_path):
+    def test_torch_is_asked_where_nvidia_smi_fails_and_the_system_has_a_gpu(self, nvidia_smi, tmp_path, monkeypatch):
+        program(tmp_path, "nvidia-smi", "exit 18")  # the driver was updated, and not loaded again
+        monkeypatch.setattr(gpus, "_has_device_files", lambda: True)
+        warning = "training on the CPU: nvidia-smi finds no GPU here"
+        assert gpus.choose("auto", 1) == gpus.Devices(("cpu",), warning)
+        monkeypatch.setattr(gpus, "_PROBE", "print('[2, 0, 0]')")
+        assert gpus.choose("auto", None) == gpus.Devices(("cuda:0", "cuda:1"))
+        monkeypatch.setattr(gpus, "_PROBE", "import time; time.sleep(60)")
+        monkeypatch.setattr(gpus, "PROBE_WITHIN_S", 0.1)
+        with pytest.raises(ConfigError, match=r"torch has looked for GPUs for 0.1 s: does the driver hang"):
+            gpus.choose("cuda", None)
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_no_gpu(self, nvidia_smi, tmp_path, monkeypatch):
+        monkeypatch.setattr(gpus, "_has_device_files", lambda: False)
         program(tmp_path, "nvidia-smi", "exit 9")
         assert gpus.choose("auto", None) == gpus.Devices(("cpu", "cpu"))
         with pytest.raises(ConfigError, match="nvidia-smi finds no GPU here"):

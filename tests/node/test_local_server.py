@@ -59,9 +59,22 @@ class Between:
         self.open = [self.worker, link, self.workers, self.listener]
         self.said: list[str] = []
         self.now = 1000.0
-        said, elsewhere = self.said.append, Elsewhere(3, lambda place: self.worker, lambda address, now: None)
+        self.complained: list[str] = []
+        elsewhere = Elsewhere(3, lambda place: self.worker, lambda address, now: None)
+
+        def complain(text: str) -> None:
+            self.said.append(text)
+            self.complained.append(text)
+
         self.server = LocalServer(
-            3, 5, self.workers, link, say=said, complain=said, elsewhere=elsewhere, clock=lambda: self.now
+            3,
+            5,
+            self.workers,
+            link,
+            say=self.said.append,
+            complain=complain,
+            elsewhere=elsewhere,
+            clock=lambda: self.now,
         )
         self.above: list[object] = []
         self.below: list[object] = []
@@ -119,7 +132,7 @@ def test_a_node_whose_processes_do_not_join_says_so_every_minute(between) -> Non
     for minute in (1, 2):
         for between.now in (began + 60 * minute + 1, began + 60 * minute + 30):
             between.turn()
-        (*_, last) = said = [line for line in between.said if "has joined for" in line]
+        (*_, last) = said = [line for line in between.complained if "has joined for" in line]
         assert len(said) == minute and f"has joined for {60 * minute + 1}" in last and "call lsgd.wrap" in last
     between.join()
     between.now = began + 200

@@ -14,7 +14,7 @@ from lsgd.node.process import Command, Process
 from lsgd.node.restarts import MOST_RESTARTS, RESTART_WINDOW_S, Restarts
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading
-from lsgd.server.daemon import MOVED
+from lsgd.server.daemon import CRASHED, MOVED
 
 from .simulated_node import World, after, all_of, forever, killed, leaver, server, stubborn, worker
 
@@ -193,12 +193,15 @@ def test_a_server_that_cannot_stop_the_run_is_not_waited_for() -> None:
     assert world.now < 1000 + module.STOP_PATIENCE_S / 2
 
 
+@pytest.mark.parametrize("crashes", [False, True])
 @pytest.mark.parametrize("while_stopping", [False, True])
-def test_a_server_that_dies_before_it_could_stop_the_run_is_started_again_to_do_so(while_stopping) -> None:
+def test_a_server_that_dies_before_it_could_stop_the_run_is_started_again_to_do_so(while_stopping, crashes) -> None:
     def dies(process):
         while while_stopping and not process.world.stopping:
             yield
         process.world.stopping = False  # what it has heard is lost with it
+        if crashes:
+            return CRASHED
         process.dies()
         yield
 
@@ -403,6 +406,19 @@ class TestTakingOver:
         assert world.out.count("this node cannot serve the run: the journal cannot be written") == 3
         world.disk_is_full = False
         assert world.passes(SERVE_AGAIN_S) and world.lives == {"worker0": 1, "server": 1}
+
+    def test_it_tries_again_where_it_cannot_start_a_process(self) -> None:
+        def refused(process):
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+        scripts = {"worker0": worker, "server": server, "relay": refused}
+        world = World(scripts, serve=("server", "relay"))
+        world.takes_over = True
+        assert world.passes(SERVE_AGAIN_S * 1.5) and not world.node.serves
+        assert world.out.count("this node cannot serve the run: Resource temporarily unavailable") == 2
+        scripts["relay"] = forever
+        assert world.passes(SERVE_AGAIN_S) and world.node.serves
+        assert world.lives["worker0"] == 1
 
     def test_a_server_that_has_given_up_ends_without_ending_the_node(self) -> None:
         scripts = {"server": after(3.0, MOVED), "relay": forever, "worker0": worker}

@@ -238,6 +238,12 @@ def test_stopped_before_the_first_round(welcomed: bool) -> None:
     assert bench.join("01")["01"] == [Over("enough")]
 
 
+def test_stopped_without_a_reason() -> None:
+    bench = started("00")
+    bench.say(StopRun(""))
+    assert bench.state.stage == "stopping"
+
+
 def test_stopped_with_nobody_there() -> None:
     bench = Bench(workers=1)
     bench.coordinator.stop("enough")
@@ -522,7 +528,7 @@ def test_a_change_is_told_and_a_wrong_one_refused() -> None:
     bench.coordinator.change({"pull_global": "0.5"})
     bench.tick()
     assert bench.notes == ["pull_global is set to 0.5"]
-    with pytest.raises(ConfigError, match=r"^lease_s is unknown; known: "):
+    with pytest.raises(ConfigError, match=r"^lease_s cannot be changed during a run; stop it, and resume"):
         bench.coordinator.change({"lease_s": "3"})
     with pytest.raises(ConfigError, match=r"^lsgd set: iterations = 'many' is not a whole number$"):
         bench.coordinator.change({"iterations": "many"})

@@ -91,6 +91,14 @@ def test_a_folder_that_cannot_be_made_or_written_is_said_in_words(tmp_path, monk
     assert (done.exit_code, done.output) == (1, f"Error: {folder or tmp_path} cannot be written: {said}\n")
 
 
+def test_a_server_that_never_answers_is_not_waited_for_as_one_that_is_away(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(Reader, "read", lambda self, timeout_s: Batch())
+    monkeypatch.setattr(curves, "FIRST_WITHIN_S", 0.0)
+    done = CliRunner().invoke(main, ["log", "--connect", "tcp://127.0.0.1:9", "--to", "csv", "--out", str(tmp_path)])
+    assert done.exit_code == 1 and "no global server has answered for 0 s: is it the right address?" in done.output
+
+
 def test_the_end_that_the_server_could_not_tell_is_in_the_folder_of_the_run_wherever_it_writes(
     tmp_path, monkeypatch
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from lsgd.cli.commands import main
-from lsgd.errors import JoinError
+from lsgd.errors import ConfigError, JoinError
 from lsgd.protocol.events import Event, RoundOrdered, RunProgress, WorkerChanged, WorkerProgress
 from lsgd.watch.dashboard import follow, server
 from lsgd.watch.dashboard.data import (
@@ -36,6 +36,14 @@ pytest.importorskip("tornado")
 pytest.importorskip("plotly")
 pytest.importorskip("prometheus_client")
 BEGIN = 1.79e9
+
+
+@pytest.mark.parametrize(
+    ("host", "trouble"), [("10.0.0..1", "Name or service not known"), ("192.0.2.77", "Cannot assign requested address")]
+)
+def test_a_host_that_is_not_here_is_said(host, trouble) -> None:
+    with pytest.raises(ConfigError, match=rf"^the dashboard cannot listen at {host}: {trouble}; give another"):
+        server._bind(host, None)
 
 
 def told(seconds, workers=2, rounds_every=5):

@@ -140,6 +140,19 @@ def test_an_end_that_the_server_could_not_write_is_said_in_the_last_line_all_the
     assert last.startswith("finished: all 900 iterations are done; ")
 
 
+@pytest.mark.parametrize(
+    ("code", "state"),
+    [
+        *(("all_made", "finished"), ("ordered", "stopped"), ("rounds_fail.error", "failed")),
+        *(("model_lost", "failed"), ("same_batches", "failed")),
+    ],
+)
+def test_a_run_without_a_consensus_has_failed_whoever_started_its_server(tmp_path, code, state) -> None:
+    leave(tmp_path / "run", RESULT | {"code": code})
+    assert [run["state"] for run in json.loads("".join(listed("--json", str(tmp_path))))] == [state]
+    assert results.finish(tmp_path / "run", 0)[-1].startswith(f"{state}: ")
+
+
 def listed(*arguments: str) -> list[str]:
     done = CliRunner().invoke(main, ["runs", *arguments])
     assert done.exit_code == 0, done.output

@@ -346,7 +346,10 @@ def _bind(host: str, port: int | None) -> list[socket.socket]:
             return bind_sockets(each, host)
         except OSError as error:
             trouble = error.strerror or str(error)
-    raise ConfigError(f"the dashboard cannot listen at {host}, port {port}: {trouble}; give another --port or --host")
+        except UnicodeError:  # such as 10.0.0..1
+            trouble = "Name or service not known"
+    where = host if port is None else f"{host}, port {port}"
+    raise ConfigError(f"the dashboard cannot listen at {where}: {trouble}; give another --port or --host")
 
 
 async def _serve(
@@ -354,7 +357,8 @@ async def _serve(
 ) -> None:
     loop, end = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end.set)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # the launcher has said so: a scheduler sends it to all
+            loop.add_signal_handler(number, end.set)
     server = HTTPServer(
         application(dashboard), max_body_size=MAX_BODY_NBYTES, body_timeout=10, idle_connection_timeout=60
     )
