@@ -246,7 +246,8 @@ class EveryNth(Sampler[Any]):
                 f"shard() divides what a sampler yields by its length, and a {type(sampler).__name__} has none: give "
                 f"it a __len__; or let each worker's sampler yield its own part (worker.part), and leave out shard()"
             )
-        self._sampler, self._place = sampler, place
+        self._sampler = sampler._sampler if isinstance(sampler, EveryNth) else sampler
+        self._place = place
 
     def __iter__(self) -> Iterator[Any]:
         rank, size = self._place()
@@ -282,18 +283,21 @@ def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], proces
     if type(batches) not in (BatchSampler, type(None)):
         options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
         return DataLoader(loader.dataset, batch_sampler=EveryNth(batches, place), **options)
-    if is_plain(sampler):
+    if is_plain(sampler, len(loader.dataset)):  # type: ignore[arg-type]
         shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
         seed = getattr(sampler, "seed", 0)
         return shard_loader(loader.dataset, place, seed, shuffle, options, processes)
     return DataLoader(loader.dataset, sampler=EveryNth(sampler, place), **options)
 
 
-def is_plain(sampler: object) -> bool:
-    """Whether a sampler draws each sample once, and in no order of its own; accelerate has one, too."""
+def is_plain(sampler: Any, size: int) -> bool:
+    """Whether a sampler draws each of so many samples once, and in no order of its own; accelerate has one, too."""
     if isinstance(sampler, RandomSampler) and type(sampler).__name__ in ("RandomSampler", "SeedableRandomSampler"):
-        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
-    return type(sampler) in (SequentialSampler, DistributedSampler)
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source) == size
+    if isinstance(sampler, ShardSampler):  # of a loader that shard() has returned: it is dealt again
+        return sampler.length == size
+    source = {SequentialSampler: "data_source", DistributedSampler: "dataset"}.get(type(sampler))
+    return source is not None and len(getattr(sampler, source)) == size
 
 
 class FirstData:
@@ -341,7 +345,9 @@ def warn_if_unsharded(loader: object, world_size: int) -> None:
     """Warn if every worker draws from the whole dataset."""
     if not isinstance(loader, DataLoader) or isinstance(loader, ShardLoader) or world_size == 1:
         return
-    if isinstance(loader.sampler, RandomSampler | SequentialSampler):
+    batches = loader.batch_sampler  # if it was passed in, the loader's own sampler is unused
+    sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler if batches is None else None
+    if isinstance(sampler, RandomSampler | SequentialSampler):
         logger.warning(
             "this DataLoader is not sharded: each of the %d workers draws from the whole dataset; "
             "worker.loader(dataset, ...) gives each its own shard",

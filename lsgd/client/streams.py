@@ -49,12 +49,12 @@ class Part(IterableDataset[Any]):
 
     def __init__(self, stream: Iterable[Any], place: Callable[[], tuple[int, int]]) -> None:
         check_stream(stream)
-        self._stream = stream
+        self._stream: Iterable[Any] = stream._stream if isinstance(stream, Part) else stream
         self._place: Callable[[], tuple[int, int]] | None = place
         self._shared = torch.zeros(3, dtype=torch.int64, device="cpu")  # rank, world size, pass
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
         self._drawn = 0  # elements of this pass that this process has drawn
-        self._deal = Deal(stream)
+        self._deal = Deal(self._stream)
         self._saved: dict[str, Any] | None = None  # where to begin the next pass
         self.follow()
 

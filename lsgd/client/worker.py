@@ -288,6 +288,11 @@ class Worker:
             ConfigError: the dataset has fewer samples than workers, or is neither a dataset nor a stream.
         """
         island, options = self._membership.island, {"batch_size": batch_size, **options}
+        if isinstance(dataset, DataLoader):
+            raise ConfigError(
+                "loader() makes a DataLoader of a dataset or of a stream; to divide a DataLoader, use "
+                "worker.shard(loader)"
+            )
         if is_stream(dataset):
             agree = partial(_all_have_a_batch, island)
             return self._checkpoints.attend(StreamLoader(self._part(dataset), agree, options))
@@ -305,6 +310,8 @@ class Worker:
         A DataLoader of a dataset with a length gets this worker's shard, and its length, as from :meth:`loader`, if it
         draws at random, in order, or by torch's DistributedSampler. Of any other sampler, or batch sampler, each
         worker takes every n-th index, or batch.
+
+        What is a shard or a part already is divided as the whole that it is from.
 
         Each pass divides a stream anew, by the members of that time. Streams of ``datasets`` and webdataset are
         divided by files where these suffice. Of any other, each worker reads all and takes every n-th element, and a
@@ -339,6 +346,8 @@ class Worker:
         self._checkpoints.attend_extra(name, thing)
 
     def _part(self, stream: Iterable[Any]) -> Part:
+        if isinstance(stream, Part) and stream in self._parts:
+            return stream
         part = Part(stream, partial(_place, weakref.ref(self)))
         self._parts.add(part)
         return part
@@ -517,7 +526,8 @@ class Worker:
 
         Each worker calls it, with the same names, in the same order as its other calls: in each one's next call they
         meet. Until the last one has come, it takes part in rounds, and the log says whom it waits for. Workers that
-        have finished, left or died do not count. For best-of saves, plateau schedules and early stopping::
+        have finished, left or died do not count. It ends the iteration, so call it after ``optimizer.step()``, or
+        between two loops. For best-of saves, plateau schedules and early stopping::
 
             if worker.mean({"val": evaluate(model)})["val"] < best and worker.first: ...
 

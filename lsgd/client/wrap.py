@@ -158,11 +158,11 @@ class _Hooks:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], accumulate: int) -> None:
         self.worker: WrappedWorker | None = None
         self.reports = True
-        self._optimizers, self._accumulate = optimizers, accumulate
+        self._model, self._optimizers, self._accumulate = model, optimizers, accumulate
         self._begun = False  # a step of the worker
         self._stepped: set[torch.optim.Optimizer] = set()  # in this iteration
         self._made = False  # an iteration
-        self._inside = False  # an optimizer's step, which may evaluate a closure; or a probe
+        self._inside = False  # a closure, which an optimizer's step evaluates; or a probe
         self._passes = 0  # forward passes since the optimizers stepped
         self._without = 0  # forward passes without gradients, one after the other
         self._buffers: list[Tensor] = []  # copies of the model's before a forward pass after the end of the run
@@ -200,7 +200,7 @@ class _Hooks:
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         worker = self.worker
-        if worker is None:
+        if worker is None or self._is_copy(model):
             return
         trains = model.training and torch.is_grad_enabled()
         if not self._inside and trains:
@@ -217,9 +217,15 @@ class _Hooks:
         for x, kept in zip(written_buffers(model), self._buffers, strict=False):  # the statistics of batch norm
             x.data.copy_(kept)  # a change that the backward pass does not see
         self._buffers = []
-        if self.worker is not None and self.reports and model.training and torch.is_grad_enabled():
+        if self.worker is None or self._is_copy(model):
+            return
+        if self.reports and model.training and torch.is_grad_enabled():
             if (loss := loss_in(output)) is not None:
                 self.worker.record(loss)
+
+    def _is_copy(self, model: nn.Module) -> bool:
+        """Whether a copy.deepcopy of the model, as a teacher is, calls its hooks; its evaluation is the script's."""
+        return model is not self._model and model.training
 
     def _next_step(self, worker: WrappedWorker) -> None:
         """Begin an iteration, or its next micro-batch; with several optimizers a pass may be for the next of them."""
@@ -250,7 +256,7 @@ class _Hooks:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        worker, closure, self._inside = self.worker, closure_in(args, kwargs), True
+        worker, closure = self.worker, closure_in(args, kwargs)
         if worker is None:
             return None
         if self._begun and closure is None and not worker.stopped:
@@ -263,13 +269,11 @@ class _Hooks:
                     f"of it, in training mode"
                 )
             self._next_step(worker)
-        if not worker.stopped:
-            return None
-        self._say_over(worker)
-        worker.drop_gradients(optimizer)
-        if closure is None:
-            return None
-        return with_closure(partial(_without_gradients, worker, optimizer, closure), args, kwargs)
+        if worker.stopped:
+            self._say_over(worker)
+            worker.drop_gradients(optimizer)
+            closure = closure and partial(_without_gradients, worker, optimizer, closure)
+        return closure and with_closure(partial(self.aside, closure), args, kwargs)
 
     def _check_accumulation(self, worker: WrappedWorker) -> None:
         """Raise a LsgdError if the last backward pass did not exchange gradients: micro-batches are left over."""
@@ -282,7 +286,6 @@ class _Hooks:
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._inside = False
         self._stepped.add(optimizer)
         if self.worker is not None and len(self._stepped) == len(self._optimizers):
             self.worker.close_step()

@@ -70,6 +70,7 @@ class LsgdCallback(Integration, Callback):
         self._shard(loader, self._seed)
         if self._stream is not None and self._restored:
             self._stream.load_state_dict(self._restored)
+        self._restored = {}  # it is not for a second training
         self._in_step = self._away = self._closed = False
         worker = self._join(pl_module, trainer.optimizers, getattr(trainer.precision_plugin, "scaler", None))
         if self._batch_size and loader.num_workers:  # its processes have already prefetched from all the data

@@ -81,7 +81,7 @@ class Integration:
         per_pass = len(batches) * self._batch_size
         sampler = sampler_of(loader)
         shuffle = isinstance(sampler, RandomSampler) if shuffle is None else shuffle
-        if is_plain(sampler) or type(sampler).__name__ == "LengthGroupedSampler":  # that of transformers
+        if is_plain(sampler, size) or type(sampler).__name__ == "LengthGroupedSampler":  # that of transformers
             batches.sampler = self._stream = ShardStream(size, per_pass, self._place, seed, shuffle)
         else:
             batches.sampler = EndlessSampler(per_pass, _passes(EveryNth(sampler, self._place)))

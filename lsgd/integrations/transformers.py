@@ -94,8 +94,11 @@ class LsgdCallback(Integration, TrainerCallback):
         train_dataloader: Any,
         **_: Any,
     ) -> None:
-        """Join the run."""
+        """Join the run; a second training joins anew."""
         check(args)
+        self.__exit__(None, None, None)  # of an earlier training that was interrupted
+        self._in_step, self._has_losses, self._at_end = False, False, None
+        self._losses.clear()
         strategy = getattr(args, "train_sampling_strategy", "random")
         self._shard(train_dataloader, args.seed if args.data_seed is None else args.data_seed, strategy != "sequential")
         if self._stream is not None and strategy not in ("random", "sequential"):
@@ -116,7 +119,14 @@ class LsgdCallback(Integration, TrainerCallback):
             )
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        *,
+        model: nn.Module,
+        lr_scheduler: Any,
+        **_: Any,
     ) -> None:
         """Get an iteration."""
         worker = self._joined
@@ -127,6 +137,8 @@ class LsgdCallback(Integration, TrainerCallback):
         if not has_step:  # the run ended while this worker paused; the Trainer takes one more step before it stops
             self._at_end = {name: x.clone() for name, x in model.state_dict().items() if isinstance(x, Tensor)}
             control.should_training_stop = True
+        else:
+            self._schedule(lr_scheduler, state)  # the others have trained while this worker was away
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count a micro-batch."""
@@ -153,10 +165,7 @@ class LsgdCallback(Integration, TrainerCallback):
                 self._in_step = False
                 if not worker.end_step():
                     self._stop(control)
-        if isinstance(lr_scheduler, LambdaLR):
-            share = max(worker.progress, state.global_step / state.max_steps)
-            lr_scheduler.last_epoch = round(share * state.max_steps) - 1
-            lr_scheduler.step()
+        self._schedule(lr_scheduler, state)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
@@ -214,6 +223,14 @@ class LsgdCallback(Integration, TrainerCallback):
         except Exception as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
+
+    def _schedule(self, lr_scheduler: Any, state: TrainerState) -> None:
+        """Set the learning rate by the run's progress, if the schedule is one that the Trainer has made."""
+        if isinstance(lr_scheduler, LambdaLR):
+            share = max(self._joined.progress, state.global_step / state.max_steps)
+            if (step := round(share * state.max_steps)) != lr_scheduler.last_epoch:
+                lr_scheduler.last_epoch = step - 1
+                lr_scheduler.step()
 
     def _stop(self, control: TrainerControl) -> None:
         """Stop the Trainer; the end of the epoch follows, with the last evaluation and saving."""

@@ -5,6 +5,7 @@ import logging
 import pytest
 import torch
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -155,6 +156,8 @@ class Backwards(SequentialSampler):
         (RandomSampler(range(100), num_samples=10), 5),
         (RandomSampler(range(100)), 50),
         (Backwards(range(100)), list(range(98, -1, -2))),
+        (RandomSampler(range(40)), 20),
+        (SequentialSampler(range(40)), list(range(0, 40, 2))),
     ],
 )
 def test_a_sampler_keeps_its_order_and_its_number_of_samples(sampler, drawn) -> None:
@@ -205,12 +208,18 @@ def test_what_cannot_be_sharded_is_refused(make, message) -> None:
         make()
 
 
+class OwnBatches(BatchSampler):
+    pass
+
+
 def test_an_unsharded_loader_warns(caplog) -> None:
     data = dataset()
     sharded = DistributedSampler(data, num_replicas=2, rank=0)
     with caplog.at_level(logging.WARNING, logger="lsgd"):
         warn_if_unsharded(loader(0, 2), 2)
         warn_if_unsharded(DataLoader(data, sampler=sharded), 2)
+        warn_if_unsharded(DataLoader(data, batch_sampler=BatchSampler(sharded, 4, drop_last=False)), 2)
+        warn_if_unsharded(DataLoader(data, batch_sampler=OwnBatches(RandomSampler(data), 4, drop_last=False)), 2)
         warn_if_unsharded(DataLoader(data), 1)
         warn_if_unsharded([1, 2], 2)
         assert caplog.messages == []

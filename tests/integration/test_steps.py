@@ -247,6 +247,11 @@ def test_steps_in_the_wrong_order_are_errors_that_say_so(here) -> None:
                     pass
                 loop.step(BATCH)
         assert worker.iterations == steps_before
+    with pytest.raises(LsgdError, match=r"optimizer.step\(\) after .*worker.mean\(\)"):
+        with Worker.join(loop.model, loop.optimizer) as worker:
+            worker.begin_step()
+            worker.mean({"loss": 1.0})
+            loop.step(BATCH)
 
 
 def test_a_backward_pass_between_two_steps_exchanges_nothing(cluster, monkeypatch) -> None:

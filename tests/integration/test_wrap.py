@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -574,6 +574,76 @@ def test_a_loader_of_a_shard_keeps_what_it_was(script) -> None:
     assert len(script.worker.shard(torch.utils.data.DataLoader(data, batch_size=8, sampler=weighted))) == 6
     stream = script.worker.shard(torch.utils.data.DataLoader(Stream(), batch_size=5))
     assert [len(batch) for batch in stream] == [5, 5]
+
+
+class Scarce(torch.optim.SGD):
+    """An optimizer that finds no memory in its third step."""
+
+    calls = 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            raise MemoryError
+        super().step(closure)
+
+
+@pytest.mark.parametrize("arguments", ALGORITHMS)
+def test_a_step_that_fails_may_be_left_out(cluster, monkeypatch, arguments) -> None:
+    join_here(cluster, monkeypatch, *arguments)
+    model = WithLoss()
+    optimizer = Scarce(model.parameters(), lr=0.05)
+    with lsgd.wrap(model, optimizer, steps=5) as worker:
+        for _ in range(6):
+            model(BATCH)[1].backward()
+            with suppress(MemoryError):
+                optimizer.step()
+            optimizer.zero_grad()
+        assert worker.finish() and worker.iterations == 5
+
+
+def test_a_copy_of_the_model_that_is_made_later_does_not_drive_the_worker(script) -> None:
+    """As the teacher of self-supervised training, which sees two views of each batch."""
+    teacher = copy.deepcopy(script.model)
+    for number in range(1, 4):
+        with torch.no_grad():
+            for _ in range(2):
+                teacher(BATCH)
+        assert script.state() != "away"
+        script.step()
+        assert script.worker.iterations == number
+    teacher(BATCH)
+    script.step()
+    assert script.worker.iterations == 4
+
+
+def test_a_shard_of_a_shard_is_one_of_the_whole(cluster) -> None:
+    """As where a script calls ``loader = worker.shard(loader)`` in each epoch."""
+    cluster.start("--workers", "2", "--algorithm", "local", "--period", "8")
+    data = torch.utils.data.TensorDataset(torch.arange(24.0))
+    samplers = {"shuffle": {"shuffle": True}, "own": {"sampler": torch.utils.data.SubsetRandomSampler(range(24))}}
+
+    def train(index: int, identity: Identity) -> dict[str, list[float]]:
+        script, seen = Script(steps=2, identity=identity), dict[str, list[float]]()
+        worker = script.worker
+        loaders = {name: torch.utils.data.DataLoader(data, batch_size=4, **own) for name, own in samplers.items()}
+        for name, loader in loaders.items():
+            again = worker.shard(worker.shard(loader))
+            seen[name] = [x for (batch,) in again for x in batch.tolist()]
+        part = worker.shard(Stream())
+        assert worker.shard(part) is part
+        seen["stream"] = [float(x) for batch in worker.loader(part, batch_size=5) for x in batch.flatten()]
+        with pytest.raises(ConfigError, match=r"to divide a DataLoader, use worker.shard\(loader\)"):
+            worker.loader(loaders["own"])
+        for _ in range(2):
+            script.step()
+        assert worker.finish()
+        return seen
+
+    one, other = in_threads(cluster, train)
+    assert len(one["own"]) == len(other["own"]) == 12
+    for name, count in (("shuffle", 24), ("stream", 10)):
+        assert len(one[name]) == len(other[name]) and {*one[name], *other[name]} == {*range(count)}
 
 
 def test_an_epoch_is_no_longer_for_those_who_train_while_another_evaluates(cluster) -> None:

@@ -86,6 +86,12 @@ def test_what_a_sampler_of_the_script_leaves_out_is_left_out():
     assert len(one) == len(other) == 16 and {*one[:8]} | {*other[:8]} == {*range(16)} == {*one} | {*other}
 
 
+@pytest.mark.parametrize("sampler", [RandomSampler, SequentialSampler])
+def test_what_a_sampler_of_a_part_leaves_out_is_left_out(sampler):
+    drawn, _ = deal(sampler(range(16)), range(20))
+    assert {*chain(*drawn)} == {*range(16)}
+
+
 def test_the_weights_of_a_sampler_count():
     drawn, _ = deal(WeightedRandomSampler([1.0] * 4 + [0.0] * 16, 40), range(20))
     assert [len(each) for each in drawn] == [40, 40] and {*drawn[0], *drawn[1]} == {*range(4)}

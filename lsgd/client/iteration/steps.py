@@ -224,8 +224,9 @@ class Steps:
         """Complete the round; if a closure does that, return the step's arguments with the closure wrapped."""
         if self._paused:
             raise LsgdError(
-                f"{self._name}: optimizer.step() after worker.pause() in the same step: the pause ended this iteration "
-                f"or gave it back to the run; pause after the step, or between two loops"
+                f"{self._name}: optimizer.step() after worker.pause(), worker.mean() or worker.barrier() in the same "
+                f"step: they end this iteration or give it back to the run; call them after the step, or between two "
+                f"loops"
             )
         closure = closure_in(args, kwargs)
         if closure is None or self.rounds.gradients is None:

@@ -21,6 +21,7 @@ LENGTH, CONTEXT = 96, 8
 parser = argparse.ArgumentParser()
 parser.add_argument("--example", type=Path, help="run this script instead, in the run's folder")
 parser.add_argument("--max-steps", type=int, default=1000)
+parser.add_argument("--trainings", type=int, default=1, help="calls of train(), one after the other")
 parser.add_argument("--micro-batches", type=int, default=1)
 parser.add_argument("--every", type=int, default=1000, help="steps between evaluations, and between checkpoints")
 parser.add_argument("--wait-at", type=int, default=0, help="evaluate at this step until the run is over for the others")
@@ -120,7 +121,8 @@ else:
         compute_loss_func=loss_of if options.no_loss else None,
     )
     with lsgd:
-        trainer.train()
+        for _ in range(options.trainings):
+            trainer.train()
 
 tensors = {name: x for name, x in trainer.model.state_dict().items() if name != "lm_head.weight"}  # which is tied
 result = {
