@@ -246,7 +246,7 @@ class EveryNth(Sampler[Any]):
                 f"shard() divides what a sampler yields by its length, and a {type(sampler).__name__} has none: give "
                 f"it a __len__; or let each worker's sampler yield its own part (worker.part), and leave out shard()"
             )
-        self._sampler = sampler._sampler if isinstance(sampler, EveryNth) else sampler
+        self._sampler: Any = sampler._sampler if isinstance(sampler, EveryNth) else sampler
         self._place = place
 
     def __iter__(self) -> Iterator[Any]:
@@ -283,14 +283,14 @@ def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], proces
     if type(batches) not in (BatchSampler, type(None)):
         options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
         return DataLoader(loader.dataset, batch_sampler=EveryNth(batches, place), **options)
-    if is_plain(sampler, len(loader.dataset)):  # type: ignore[arg-type]
+    if is_plain(sampler, length(loader.dataset)):
         shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
         seed = getattr(sampler, "seed", 0)
         return shard_loader(loader.dataset, place, seed, shuffle, options, processes)
     return DataLoader(loader.dataset, sampler=EveryNth(sampler, place), **options)
 
 
-def is_plain(sampler: Any, size: int) -> bool:
+def is_plain(sampler: Any, size: float) -> bool:
     """Whether a sampler draws each of so many samples once, and in no order of its own; accelerate has one, too."""
     if isinstance(sampler, RandomSampler) and type(sampler).__name__ in ("RandomSampler", "SeedableRandomSampler"):
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source) == size

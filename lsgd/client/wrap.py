@@ -6,6 +6,7 @@ average of weights). Forward passes without gradients are an evaluation.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -30,6 +31,9 @@ T = TypeVar("T")
 
 EVALUATES_FROM = 2
 """How many forward passes without gradients, one after the other, are an evaluation: one may be a teacher's."""
+
+COPY_EVALUATES_FROM = 10
+"""How many of a copy of the model, such as a teacher that sees some views of each batch, or a mean of the weights."""
 
 
 def wrap(
@@ -164,7 +168,7 @@ class _Hooks:
         self._made = False  # an iteration
         self._inside = False  # a closure, which an optimizer's step evaluates; or a probe
         self._passes = 0  # forward passes since the optimizers stepped
-        self._without = 0  # forward passes without gradients, one after the other
+        self._without = Counter[bool]()  # forward passes without gradients, one after the other; of copies: False
         self._buffers: list[Tensor] = []  # copies of the model's before a forward pass after the end of the run
         self._said: set[str] = set()
         self._muted = ExitStack()
@@ -200,32 +204,32 @@ class _Hooks:
 
     def _before_forward(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         worker = self.worker
-        if worker is None or self._is_copy(model):
+        if worker is None:
             return
-        trains = model.training and torch.is_grad_enabled()
+        trains, own = model.training and torch.is_grad_enabled(), model is self._model
+        if not own and trains:
+            return
         if not self._inside and trains:
-            self._without = 0
+            self._without.clear()
             self._next_step(worker)
             worker.announce((args, kwargs))
             self._passes += 1
             self._mute(worker)
         elif not self._inside:
-            self._evaluate(worker)
+            self._evaluate(worker, own=own)
+        if not own:
+            return
         self._buffers = clones(written_buffers(model)) if worker.stopped and trains else []
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if model is not self._model:  # a copy of it, which has its hooks
+            return
         for x, kept in zip(written_buffers(model), self._buffers, strict=False):  # the statistics of batch norm
             x.data.copy_(kept)  # a change that the backward pass does not see
         self._buffers = []
-        if self.worker is None or self._is_copy(model):
-            return
-        if self.reports and model.training and torch.is_grad_enabled():
+        if self.worker is not None and self.reports and model.training and torch.is_grad_enabled():
             if (loss := loss_in(output)) is not None:
                 self.worker.record(loss)
-
-    def _is_copy(self, model: nn.Module) -> bool:
-        """Whether a copy.deepcopy of the model, as a teacher is, calls its hooks; its evaluation is the script's."""
-        return model is not self._model and model.training
 
     def _next_step(self, worker: WrappedWorker) -> None:
         """Begin an iteration, or its next micro-batch; with several optimizers a pass may be for the next of them."""
@@ -245,10 +249,11 @@ class _Hooks:
         if self._begun and self._passes % self._accumulate:
             self._muted.enter_context(worker.no_sync())
 
-    def _evaluate(self, worker: WrappedWorker) -> None:
+    def _evaluate(self, worker: WrappedWorker, *, own: bool) -> None:
         """Step aside at the start of an evaluation, unless an iteration is under way or none has been."""
-        self._without += 1
-        if self._without == EVALUATES_FROM and self._made and not self._begun and not worker.stopped:
+        self._without[own] += 1
+        many = EVALUATES_FROM if own else COPY_EVALUATES_FROM
+        if self._without[own] == many and self._made and not self._begun and not worker.stopped:
             worker.step_aside()
 
     # -- the optimizers' ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """A callback that makes any Hugging Face Trainer a worker of a run."""
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -96,7 +97,9 @@ class LsgdCallback(Integration, TrainerCallback):
     ) -> None:
         """Join the run; a second training joins anew."""
         check(args)
-        self.__exit__(None, None, None)  # of an earlier training that was interrupted
+        if self._hooks:  # of an earlier training that was interrupted
+            args.save_strategy = self._save_strategy
+            self.__exit__(None, None, None)
         self._in_step, self._has_losses, self._at_end = False, False, None
         self._losses.clear()
         strategy = getattr(args, "train_sampling_strategy", "random")
@@ -230,7 +233,9 @@ class LsgdCallback(Integration, TrainerCallback):
             share = max(self._joined.progress, state.global_step / state.max_steps)
             if (step := round(share * state.max_steps)) != lr_scheduler.last_epoch:
                 lr_scheduler.last_epoch = step - 1
-                lr_scheduler.step()
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # torch's: that of a late joiner comes before its first step
+                    lr_scheduler.step()
 
     def _stop(self, control: TrainerControl) -> None:
         """Stop the Trainer; the end of the epoch follows, with the last evaluation and saving."""

@@ -104,6 +104,7 @@ class Node:
         self._deposed_at = math.inf  # since when another node serves the run of this node's server
         self._serves_run = any(command.role is Role.SERVER for command in commands)
         self._children: list[Child] = []
+        self._dropped: list[Child] = []  # killed, and no part of the node any more
         self._failed: Child | None = None
         self._early: set[str] = set()  # workers that left before the end of the run
         self._signalled: signal.Signals | None = None
@@ -182,9 +183,7 @@ class Node:
         except OSError as error:
             self._say(f"this node cannot serve the run: {error.strerror}; it tries again in {SERVE_AGAIN_S:g} s")
             self._serve_from = self._now + SERVE_AGAIN_S
-            for child in self._children[before:]:
-                child.send(signal.SIGKILL)
-            del self._children[before:]
+            self._drop(self._children[before:])
             return
         self._commands = [*self._commands, *commands]
         self._serves_run = self._outlives = True
@@ -199,14 +198,19 @@ class Node:
 
     def _depose(self) -> None:
         self._say("another node serves the run from now on")
-        for child in [child for child in self._children if child.role.serves]:
-            child.send(signal.SIGKILL)
-            self._due.pop(child.name, None)
-            self._children.remove(child)
+        self._drop([child for child in self._children if child.role.serves])
         if self._panel:  # it follows the server that was here
             self._panel.end()
         self._serves_run = self._outlives = False
         self._deposed_at = math.inf
+
+    def _drop(self, children: Sequence[Child]) -> None:
+        """Kill processes that are no part of this node any more."""
+        for child in children:
+            child.send(signal.SIGKILL)
+            self._due.pop(child.name, None)
+            self._children.remove(child)
+        self._dropped += children
 
     def _alive(self, *roles: Role) -> list[Child]:
         """Return the processes of these roles, or all, that run."""
@@ -274,6 +278,7 @@ class Node:
     # -- watching ----------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
+        self._dropped = [child for child in self._dropped if not child.has_ended(self._now)]
         for child in self._alive():
             if not child.has_ended(self._now):
                 continue

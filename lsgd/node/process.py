@@ -140,7 +140,11 @@ class Process:
         self._lifeline = Lifeline()
         on_terminal = command.on_terminal and screen.is_terminal
         width = len(f"[{command.name}] ")
-        output, writing = _open_terminal(screen.size()[0] - width) if on_terminal else os.pipe()
+        try:
+            output, writing = _open_terminal(screen.size()[0] - width) if on_terminal else os.pipe()
+        except OSError:
+            self._lifeline.close()
+            raise
         try:
             self._process = subprocess.Popen(
                 [*command.arguments, *(command.restart_arguments if again else ())],

@@ -119,7 +119,8 @@ class Store:
             else:
                 self._fs.put_file(str(file), path, callback=self._callback(), **self._parts(nbytes))
             there = self._fs.size(path)
-            if not nbytes <= there <= max(nbytes, file.stat().st_size):  # a log may have grown meanwhile
+            # A log may have grown meanwhile; a checkpoint may be deleted by now, since there are newer ones.
+            if there != nbytes and not nbytes <= there <= file.stat().st_size:
                 raise OSError(f"{there} of {nbytes} bytes arrived")
 
     def download(self, name: str, path: Path) -> None:

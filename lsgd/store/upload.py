@@ -21,6 +21,9 @@ from lsgd.store import manifest as manifests
 from lsgd.store.manifest import Manifest, is_checkpoint, manifest_of
 from lsgd.store.objects import Store, StoreError
 
+ROUNDING_S = 1e-3
+"""How much later than its manifest says a file may seem to be written."""
+
 KEPT = 2
 """How many checkpoints of each process a store keeps, per run; as many as the run folder."""
 
@@ -110,6 +113,7 @@ class Uploads:
     def _checkpoints(self) -> list[str]:
         """Return this node's newest checkpoint files that are not in the store, the one that waits longest first.
 
+        Neither is one that was written anew since: of a run that has gone back, or that a worker saves at its end.
         A process whose checkpoint the store has in part, of the other processes of its island, gets that one there
         first: only all files together are of use.
         """
@@ -125,7 +129,7 @@ class Uploads:
                 lacking = name not in self._there and Manifest(name, written, ()).whole in begun
                 newest[path.name] = max(newest.get(path.name, (False, 0.0, "")), (lacking, written, name))
         order = sorted(newest.values(), key=lambda each: (not each[0], *each[1:]))
-        return [name for _, _, name in order if name not in self._there]
+        return [name for _, at, name in order if name not in self._there or at > self._there[name].written + ROUNDING_S]
 
     def _results(self, final: bool) -> list[tuple[str, int]]:
         """Return the names and sizes of the results that have changed since they were uploaded, and may go again."""
@@ -143,6 +147,8 @@ class Uploads:
         assert self._there is not None
         began_s, path = self._clock(), self._folder / name
         manifest = manifest_of(name, path)
+        if name in self._there:
+            self._store.remove(name + manifests.SUFFIX)  # first, as in _retire()
         self._store.upload(name, path)
         manifests.write(self._store, manifest)
         self._there[name] = manifest

@@ -174,12 +174,12 @@ def steps_at(speed: float, steps: int) -> int:
     Raises ConfigError for a fraction, because all workers must reach a round at the same time.
     """
     own = speed * steps
-    if own < 1 or own != int(own):
+    if round(own) < 1 or not math.isclose(own, round(own)):
         raise ConfigError(
             f"a worker of {speed:g} times the mean speed takes {own:g} steps while the mean worker takes {steps}; "
             f"choose a speed and a period whose product is a positive whole number"
         )
-    return int(own)
+    return round(own)
 
 
 class SimulatedWorker:

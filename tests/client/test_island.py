@@ -1,6 +1,7 @@
 """The processes of an island decide and vote together; here they are threads of one process."""
 
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from lsgd.client.control import island as module
 from lsgd.client.control.island import ElsewhereError, FollowerChannel, Island
 from lsgd.client.groups.base import Members
 from lsgd.client.groups.mirror import HeadGroup, Mirror
+from lsgd.client.iteration.following import Following
+from lsgd.client.iteration.post import Post
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.collectives.group import Transfer
@@ -210,6 +213,29 @@ def test_what_the_head_gives_may_come_in_the_middle_of_an_exchange() -> None:
         mirror.all_reduce(total).wait()
         mirror.take_heads([model])
         assert model.tolist() == [1.0] * 3 and total.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("came", [1, 4])
+def test_the_processes_of_a_source_end_a_transfer_together(came) -> None:
+    """Each would find by its own clock that a round is due; the head's clock decides."""
+    members = Members.apart(("node0/worker0", "node1/worker0"), 0)
+    cpu = torch.device("cpu")
+    carrier: Any = SimpleNamespace(
+        device=cpu, transport="tcp", _begin_exchange=lambda sends, receives: Transfer(lambda: None)
+    )
+    chunk = SimpleNamespace(data=torch.zeros(8, dtype=torch.uint8), dtype=torch.float32)
+    own: Any = SimpleNamespace(chunks=[chunk] * 4, nbytes=lambda numbers: 8 * len([*numbers]))
+    with island(2, replicas=True) as (head, other):
+        groups = HeadGroup(head, 1, members, carrier), Mirror(other, 1, members, cpu)
+        sources = []
+        for group in groups:
+            handover: Any = SimpleNamespace(
+                post=Post(group, ["node0/worker0", "node1/worker0"]), source=0, nbytes_per_s=1e9
+            )
+            sources.append(Following(handover, own, {1: range(4)}, pause_s=1.0))
+        sources[0]._stop_at, sources[1]._stop_at = (-math.inf, math.inf) if came == 1 else (math.inf, -math.inf)
+        assert together(lambda rank: sources[rank]._transfer({1: range(4)}), range(2)) == [None, None]
+        assert [source._came for source in sources] == [came, came]
 
 
 class Member:

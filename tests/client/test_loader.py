@@ -157,7 +157,7 @@ class Backwards(SequentialSampler):
         (RandomSampler(range(100)), 50),
         (Backwards(range(100)), list(range(98, -1, -2))),
         (RandomSampler(range(40)), 20),
-        (SequentialSampler(range(40)), list(range(0, 40, 2))),
+        (SequentialSampler(range(40)), list(range(1, 40, 2))),
     ],
 )
 def test_a_sampler_keeps_its_order_and_its_number_of_samples(sampler, drawn) -> None:

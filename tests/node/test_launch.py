@@ -541,7 +541,7 @@ class TestUnderAScheduler:
         assert status == 0, output
         assert "stopped: lsgd launch of node0 got SIGTERM" in output and "killed by" not in output
         *_, last = (node.run_dir / "curves.csv").read_text().splitlines()
-        assert int(last.split(",")[1]) == json.loads((node.run_dir / "result.json").read_text())["count"]
+        assert int(last.split(",")[2]) == json.loads((node.run_dir / "result.json").read_text())["count"]
 
     @pytest.mark.slow
     def test_resumes_if_there_is_anything(self, start, tmp_path):

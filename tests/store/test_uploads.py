@@ -281,6 +281,29 @@ def test_a_file_deleted_before_its_upload_is_no_failure(machine) -> None:
     assert not path.exists() and machine.has() == set() and machine.said == []
 
 
+def test_a_file_deleted_during_its_upload_is_in_the_store(machine, monkeypatch) -> None:
+    """An upload may take longer than two checkpoints: the worker deletes the file that is on its way."""
+    path, put = machine.folder / machine.checkpoint(8), machine.store._fs.put_file
+
+    def slow(*arguments, **options) -> None:
+        put(*arguments, **options)
+        path.unlink()
+
+    monkeypatch.setattr(machine.store._fs, "put_file", slow)
+    machine.uploads_all()
+    assert machine.has() == {"run-aa/8/node0-worker0"}
+
+
+def test_a_checkpoint_that_is_written_anew_is_uploaded_anew(machine) -> None:
+    """As of a run that has gone back to an older checkpoint, and comes to the same count again."""
+    name = machine.checkpoint(8)
+    machine.uploads_all()
+    machine.writes(name, "other")
+    machine.uploads_all()
+    assert machine.store.read(name) == b"other"
+    assert [m.nbytes for m in manifests.read_all(machine.store)] == [5]
+
+
 def test_without_its_manifest_an_object_does_not_count(machine) -> None:
     name = machine.checkpoint(8)
     machine.store.upload(name, machine.folder / name)

@@ -13,7 +13,7 @@ from lsgd.algorithms.base import Algorithm
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.errors import ConfigError
 from lsgd.settings import AlgorithmSettings, Schedule
-from lsgd.testing.simulation import SimulatedWorker, simulate
+from lsgd.testing.simulation import SimulatedWorker, simulate, steps_at
 
 NODES = (2, 1)
 LOSSES = (3.0, 1.0, 2.0)  # of each rank, in every step
@@ -142,6 +142,10 @@ def test_a_faster_worker_makes_more_steps_between_the_same_rounds():
     fast, *slow = simulate(NODES, member)
     assert fast == ([True, False, False, False] * 4, [1, 2, 3, 4])
     assert slow == [([True] * 4, [1, 2, 3, 4])] * 2
+
+
+def test_a_speed_may_be_a_decimal_fraction():
+    assert steps_at(0.29, 100) == 29 and steps_at(1.15, 100) == 115  # 28.999999999999996 and 114.99999999999999
 
 
 def test_a_speed_that_fits_no_period_is_refused():

@@ -38,6 +38,7 @@ pytest.importorskip("prometheus_client")
 BEGIN = 1.79e9
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # tornado drops a socket that fails
 @pytest.mark.parametrize(
     ("host", "trouble"), [("10.0.0..1", "Name or service not known"), ("192.0.2.77", "Cannot assign requested address")]
 )

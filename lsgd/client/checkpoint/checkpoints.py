@@ -253,6 +253,8 @@ class Checkpoints:
 
     def attend(self, loader: P) -> P:
         """Save this loader's position from now on; continue at the position in the checkpoint."""
+        if any(each() is loader for each in self._loaders):
+            return loader
         self._loaders.append(weakref.ref(loader))
         if self._positions:
             loader.take_position(self._positions.pop(0))

@@ -121,8 +121,11 @@ class WorkerGroup(Group):
             waited_s, why = time.monotonic() - started_at, str(error).partition("\n")[0]
             raise ExchangeError(f"{what}: waited {waited_s:.1f} s, then gave up: {why}") from error.with_traceback(None)
 
-    def take_heads(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by those of the head, in all processes of an island of replicas; others have no more."""
+    def take_heads(self, tensors: Sequence[Tensor], name: str = "the head's tensors") -> None:
+        """Replace tensors by those of the head, in all processes of an island of replicas; others have no more.
+
+        Calls may come in the middle of the group's own operations; those of each ``name`` have one order.
+        """
 
     def progress(self) -> str:
         """Return how far a transfer is that takes long; an empty text: none does, or nobody knows."""

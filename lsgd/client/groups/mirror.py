@@ -22,9 +22,6 @@ from lsgd.protocol.messages import Generation
 
 T = TypeVar("T")
 
-HEADS = "the head's tensors"
-"""Name of the operations without the group: they may come in the middle of its own, which a thread makes."""
-
 
 def mirrored(generation: Generation, membership: Membership, form: Callable[[], WorkerGroup]) -> WorkerGroup:
     """Return this process's group of a generation, which ``form`` makes; only the head of an island of replicas does.
@@ -76,9 +73,9 @@ class _IslandGroup(WorkerGroup):
         arriving = [receives[rank] for rank in sorted(receives)]
         return self._begin(arriving, lambda group: group._begin_exchange(sends, receives))
 
-    def take_heads(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by those of the head."""
-        self._begin(tensors, lambda group: Transfer(lambda: None), HEADS).wait()
+    def take_heads(self, tensors: Sequence[Tensor], name: str = "the head's tensors") -> None:
+        """Replace tensors by those of the head; they have nothing to do with the group."""
+        self._begin(tensors, lambda group: Transfer(lambda: None), name).wait()
 
     def _begin(self, arriving: Sequence[Tensor], begin: Callable[[WorkerGroup], Transfer], name: str = "") -> Transfer:
         """Begin an operation, which ``begin`` begins in the head's group; at its end these tensors are the group's."""

@@ -140,9 +140,11 @@ class Following:
         if self._me != self._source:
             return self._post.hear([self._source]) == GO
         self._hear(turns, AHEAD - 1)
-        goes_on = self._came == 0 or time.monotonic() < self._stop_at
-        self._post.tell(turns, GO if goes_on else STOP)
-        return goes_on
+        own = self._post.tensor(GO if self._came == 0 or time.monotonic() < self._stop_at else STOP)
+        self._post.group.take_heads([own], "the source's word")  # of replicas, the head decides: clocks differ
+        word = own.cpu().numpy().tobytes()
+        self._post.tell(turns, word)
+        return word == GO
 
     def _hear(self, turns: Mapping[int, Sequence[int]], under_way: int) -> None:
         """Wait until no more than so many chunks are under way."""

@@ -273,4 +273,6 @@ def with_closure(
     closure: Callable[[], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of an optimizer's step with another closure."""
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": closure}
     return (args[0], closure, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
