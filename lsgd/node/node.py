@@ -117,7 +117,9 @@ class Node:
     def run(self, signals: Ending) -> None:
         """Run all processes until they have ended, or ``signals`` say that this node is to end."""
         local = next((c.environment.get("LSGD_LOCAL", "") for c in self._commands if c.role is Role.WORKER), "")
-        orphans = Orphans(f"LSGD_LOCAL={local}", lambda: [child.process.pid for child in self._children])
+        orphans = Orphans(
+            f"LSGD_LOCAL={local}", lambda: [child.process.pid for child in (*self._children, *self._dropped)]
+        )
         try:
             self.begin()
             if self._panel:
