@@ -297,7 +297,7 @@ def is_plain(sampler: Any, size: float) -> bool:
     if isinstance(sampler, ShardSampler):  # of a loader that shard() has returned: it is dealt again
         return sampler.length == size
     source = {SequentialSampler: "data_source", DistributedSampler: "dataset"}.get(type(sampler))
-    return source is not None and len(getattr(sampler, source)) == size
+    return source is not None and length(getattr(sampler, source)) == size
 
 
 class FirstData:

@@ -87,8 +87,9 @@ def is_checkpoint(name: str) -> bool:
 def manifest_of(name: str, path: Path) -> Manifest:
     """Return the manifest of a file, which is read for it."""
     with path.open("rb") as file:
+        written = os.fstat(file.fileno()).st_mtime  # of what is read: it may be written anew meanwhile
         chunks = tuple((len(data), digest(data)) for data in pieces(file))
-    return Manifest(name, path.stat().st_mtime, chunks)
+    return Manifest(name, written, chunks)
 
 
 def digest(data: bytes) -> str:

@@ -147,8 +147,10 @@ class Uploads:
         assert self._there is not None
         began_s, path = self._clock(), self._folder / name
         manifest = manifest_of(name, path)
-        if name in self._there:
-            self._store.remove(name + manifests.SUFFIX)  # first, as in _retire()
+        if name in self._there:  # what its island wrote before does not go together with it
+            for old in [m for m in self._there.values() if m.whole == manifest.whole]:
+                self._store.remove(old.name + manifests.SUFFIX)  # first, as in _retire()
+                del self._there[old.name]
         self._store.upload(name, path)
         manifests.write(self._store, manifest)
         self._there[name] = manifest

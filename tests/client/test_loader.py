@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -194,9 +195,15 @@ class Stream(IterableDataset):
         return iter(range(4))
 
 
+class NoLength(Dataset):
+    def __getitem__(self, index):
+        return index
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: shard_of(DataLoader(NoLength()), lambda: (0, 1)), "needs a dataset with a length"),
         (lambda: shard_loader(Stream(), lambda: (0, 1), 0, True, {}), "needs a dataset with a length"),
         (lambda: loader(0, 24), "23 samples for 24 workers"),
         (lambda: loader(sampler=[1]), "makes the sampler itself"),

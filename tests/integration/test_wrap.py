@@ -601,7 +601,7 @@ def test_a_copy_of_the_model_that_is_made_later_does_not_drive_the_worker(script
         with torch.no_grad():
             for _ in range(2):
                 teacher.train(number % 2 == 0)(BATCH)
-        assert script.state() != "away"
+        assert number == 1 or script.state() != "away"  # it is until it asks for its first iteration
         script.step()
         assert script.worker.iterations == number
     teacher(BATCH)
