@@ -270,17 +270,24 @@ def options_of(loader: DataLoader[Any]) -> dict[str, Any]:
     return kept | {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
 
 
+def index_sampler(loader: DataLoader[Any]) -> Any:
+    """Return what draws a DataLoader's indices; None: a batch sampler of the script's own draws whole batches."""
+    batches = loader.batch_sampler
+    if type(batches) is BatchSampler:  # if it was passed in, the loader's own sampler is unused
+        return batches.sampler
+    return loader.sampler if batches is None else None
+
+
 def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], processes: int = 1) -> DataLoader[T]:
     """Return a DataLoader of a worker's shard of another one's dataset.
 
     Raises:
         ConfigError: the dataset is too small, or a sampler has no length.
     """
-    options, sampler, batches = options_of(loader), loader.sampler, loader.batch_sampler
-    if type(batches) is BatchSampler:  # if it was passed in, the loader's own sampler and batch size are unused
-        sampler = batches.sampler
+    options, sampler, batches = options_of(loader), index_sampler(loader), loader.batch_sampler
+    if type(batches) is BatchSampler:  # if it was passed in, the loader's own batch size is unused
         options |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
-    if type(batches) not in (BatchSampler, type(None)):
+    if sampler is None:
         options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
         return DataLoader(loader.dataset, batch_sampler=EveryNth(batches, place), **options)
     if is_plain(sampler, length(loader.dataset)):
@@ -345,9 +352,7 @@ def warn_if_unsharded(loader: object, world_size: int) -> None:
     """Warn if every worker draws from the whole dataset."""
     if not isinstance(loader, DataLoader) or isinstance(loader, ShardLoader) or world_size == 1:
         return
-    batches = loader.batch_sampler  # if it was passed in, the loader's own sampler is unused
-    sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler if batches is None else None
-    if isinstance(sampler, RandomSampler | SequentialSampler):
+    if isinstance(index_sampler(loader), RandomSampler | SequentialSampler):
         logger.warning(
             "this DataLoader is not sharded: each of the %d workers draws from the whole dataset; "
             "worker.loader(dataset, ...) gives each its own shard",

@@ -206,8 +206,10 @@ class _Hooks:
         worker = self.worker
         if worker is None:
             return
-        trains, own = model.training and torch.is_grad_enabled(), model is self._model
-        if not own and trains:
+        trains = model.training and torch.is_grad_enabled()
+        if model is not self._model:  # a copy of it, which has its hooks
+            if not (trains or self._inside):
+                self._evaluate(worker, own=False)
             return
         if not self._inside and trains:
             self._without.clear()
@@ -216,13 +218,11 @@ class _Hooks:
             self._passes += 1
             self._mute(worker)
         elif not self._inside:
-            self._evaluate(worker, own=own)
-        if not own:
-            return
+            self._evaluate(worker, own=True)
         self._buffers = clones(written_buffers(model)) if worker.stopped and trains else []
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if model is not self._model:  # a copy of it, which has its hooks
+        if model is not self._model:
             return
         for x, kept in zip(written_buffers(model), self._buffers, strict=False):  # the statistics of batch norm
             x.data.copy_(kept)  # a change that the backward pass does not see

@@ -172,18 +172,14 @@ class Node:
 
     def _take_over(self) -> None:
         """Start the servers with which this node serves the run, because the node that did is gone."""
-        try:
-            commands = self._serve()
-        except ConfigError as error:
-            self._say(f"this node cannot serve the run: {error}; it tries again in {SERVE_AGAIN_S:g} s")
-            self._serve_from = self._now + SERVE_AGAIN_S
-            return
         before = len(self._children)
         try:
+            commands = self._serve()
             for number, command in enumerate(commands, start=len(self._commands)):
                 self._start(command, number)
-        except OSError as error:
-            self._say(f"this node cannot serve the run: {error.strerror}; it tries again in {SERVE_AGAIN_S:g} s")
+        except (ConfigError, OSError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            self._say(f"this node cannot serve the run: {why}; it tries again in {SERVE_AGAIN_S:g} s")
             self._serve_from = self._now + SERVE_AGAIN_S
             self._drop(self._children[before:])
             return

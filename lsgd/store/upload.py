@@ -149,8 +149,7 @@ class Uploads:
         manifest = manifest_of(name, path)
         if name in self._there:  # what its island wrote before does not go together with it
             for old in [m for m in self._there.values() if m.whole == manifest.whole]:
-                self._store.remove(old.name + manifests.SUFFIX)  # first, as in _retire()
-                del self._there[old.name]
+                self._remove(old)
         self._store.upload(name, path)
         manifests.write(self._store, manifest)
         self._there[name] = manifest
@@ -169,9 +168,13 @@ class Uploads:
         kept = sorted(count for count in files if files[count] == newest.processes)[-KEPT:]
         for old in earlier:
             if old.count not in (*kept, newest.count):
-                self._store.remove(old.name + manifests.SUFFIX)  # first: without it, the file does not count
-                self._store.remove(old.name)
-                del self._there[old.name]
+                self._remove(old)
+
+    def _remove(self, old: Manifest) -> None:
+        assert self._there is not None
+        self._store.remove(old.name + manifests.SUFFIX)  # first: without it, the file does not count
+        self._store.remove(old.name)
+        del self._there[old.name]
 
     def _upload_result(self, name: str) -> None:
         version = _version(self._folder / name)

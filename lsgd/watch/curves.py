@@ -4,8 +4,6 @@ import csv
 import json
 import math
 import os
-import signal
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +16,7 @@ from lsgd.means import mean_of_finite
 from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered, RunProgress
 from lsgd.protocol.sockets import ConnectorKeys
 from lsgd.run_folder import CURVES, METRICS
+from lsgd.server.daemon import Ending, Signals
 from lsgd.watch import require
 from lsgd.watch.reader import Batch, Reader
 from lsgd.watch.results import read
@@ -240,23 +239,22 @@ def write(
         JoinError: the server refuses us, has given up, is silent for ten minutes, or has never answered for one.
     """
     check(names)
-    ended = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # the launcher has said so: a scheduler sends it to all
-            signal.signal(number, lambda *_: ended.set())
+    signals = Signals()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with Reader(address, keys) as reader:
-            return _log(reader, folder, run_dir or folder, names, ended)
+            return _log(reader, folder, run_dir or folder, names, signals)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror or error}") from None
+    finally:
+        signals.restore()
 
 
-def _log(reader: Reader, folder: Path, run_dir: Path, names: Sequence[str], ended: threading.Event) -> int:
+def _log(reader: Reader, folder: Path, run_dir: Path, names: Sequence[str], ending: Ending) -> int:
     """Write the run's points with these loggers; return their number."""
     curves, loggers, count = Curves(), list[Logger](), 0
     with ExitStack() as stack:
-        for points in _follow(reader, curves, run_dir, ended):
+        for points in _follow(reader, curves, run_dir, ending):
             if not loggers:
                 for name in names:
                     loggers.append(LOGGERS[name](folder, curves.view.run))
@@ -270,10 +268,10 @@ def _log(reader: Reader, folder: Path, run_dir: Path, names: Sequence[str], ende
     return count
 
 
-def _follow(reader: Reader, curves: Curves, run_dir: Path, ended: threading.Event) -> Iterator[list[Point]]:
+def _follow(reader: Reader, curves: Curves, run_dir: Path, ending: Ending) -> Iterator[list[Point]]:
     """Yield the run's points as they come; the first list, once the run is known, may be empty."""
     view, heard_at, over_at = curves.view, time.monotonic(), 0.0
-    while not ended.is_set():
+    while not ending.received:
         batch = reader.read(0.25)
         now = time.monotonic()
         if batch.report is not None and view.run not in ("", batch.report["run"]):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from lsgd.output import write_whole
 from lsgd.run_folder import CURVE, CURVES, METRICS, RESULT
+from lsgd.server.reasons import Why
 
 ROUND_KEYS = {"round", "scope", "node", "worker", "count", "seconds", "losses"}
 """The keys of each line of ``metrics.jsonl``; a line without one of them is damaged."""
@@ -24,8 +25,7 @@ MAX_POINTS = 2000
 
 T = TypeVar("T")
 
-_STOPPED_CODE = "ordered"  # the global server's reason code for a run that an operator stopped
-_FAILED_CODES = ("model_lost", "rounds_fail", "same_batches")  # of runs that end without a consensus
+_FAILED_CODES = {why.code for why in (Why.MODEL_LOST, Why.ROUNDS_FAIL, Why.SAME_BATCHES)}
 
 
 def clear(folder: Path, *, resume: bool) -> None:
@@ -63,7 +63,7 @@ def finish(folder: Path, status: int, state: str = "", reason: str = "") -> list
 def ended(document: dict[str, Any]) -> str:
     """Return how a run ended according to its global server: ``stopped``, ``failed`` or ``finished``."""
     code = str(document.get("code", "")).partition(".")[0]
-    return "stopped" if code == _STOPPED_CODE else "failed" if code in _FAILED_CODES else "finished"
+    return "stopped" if code == Why.ORDERED.code else "failed" if code in _FAILED_CODES else "finished"
 
 
 def _draw(document: dict[str, Any], rounds: list[dict[str, Any]], path: Path) -> list[str]:

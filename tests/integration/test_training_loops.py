@@ -292,7 +292,10 @@ def test_a_step_after_a_pause_in_the_same_turn_is_an_error(here) -> None:
             pass
         plain(optimizer)(*_)
 
-    with pytest.raises(LsgdError, match=r"after worker.pause\(\)"), Worker.join(model, optimizer) as worker:
+    with (
+        pytest.raises(LsgdError, match=r"worker.pause\(\).* call them after the step"),
+        Worker.join(model, optimizer) as worker,
+    ):
         train(worker, model, step, turns=5)
     assert made(here.status()) == before
 

@@ -46,6 +46,7 @@ def test_two_trainers_train_one_model(cluster, algorithm) -> None:
     assert [w["steps"] for w in workers] == [w["iterations"] for w in workers]
     assert sum(w["iterations"] for w in workers) == 60 and all(w["stopped"] for w in workers)
     assert workers[0]["final"] == workers[1]["final"]
+    assert max(w["rates"][0] for w in workers) == pytest.approx(0.02 * (1 - 1 / 60), rel=1e-3)  # in its middle
     first, second = (w["drawn"] for w in workers)
     assert len(first) >= 48 and sorted(first[:48] + second[:48]) == list(range(96))
     assert all(len(w["drawn"]) >= 4 * 2 * w["iterations"] for w in workers)

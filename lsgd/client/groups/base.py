@@ -20,6 +20,9 @@ It need not notice by itself that something is wrong. A member whose exchange wi
 connections; one that is frozen loses its lease; and the servers end a round in which nothing moves.
 """
 
+HEADS = "the head's tensors"
+"""Name of the operations of an island without the group."""
+
 
 class Traffic:
     """Counts the bytes of tensors that groups send and receive; safe to use from several threads."""
@@ -121,7 +124,7 @@ class WorkerGroup(Group):
             waited_s, why = time.monotonic() - started_at, str(error).partition("\n")[0]
             raise ExchangeError(f"{what}: waited {waited_s:.1f} s, then gave up: {why}") from error.with_traceback(None)
 
-    def take_heads(self, tensors: Sequence[Tensor], name: str = "the head's tensors") -> None:
+    def take_heads(self, tensors: Sequence[Tensor], name: str = HEADS) -> None:
         """Replace tensors by those of the head, in all processes of an island of replicas; others have no more.
 
         Calls may come in the middle of the group's own operations; those of each ``name`` have one order.

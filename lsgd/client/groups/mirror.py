@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lsgd.client.control.island import Island, Key
 from lsgd.client.control.joining import Membership
-from lsgd.client.groups.base import Members, WorkerGroup
+from lsgd.client.groups.base import HEADS, Members, WorkerGroup
 from lsgd.collectives.group import Transfer
 from lsgd.errors import ExchangeError
 from lsgd.protocol.messages import Generation
@@ -73,7 +73,7 @@ class _IslandGroup(WorkerGroup):
         arriving = [receives[rank] for rank in sorted(receives)]
         return self._begin(arriving, lambda group: group._begin_exchange(sends, receives))
 
-    def take_heads(self, tensors: Sequence[Tensor], name: str = "the head's tensors") -> None:
+    def take_heads(self, tensors: Sequence[Tensor], name: str = HEADS) -> None:
         """Replace tensors by those of the head; they have nothing to do with the group."""
         self._begin(tensors, lambda group: Transfer(lambda: None), name).wait()
 
