@@ -60,9 +60,10 @@ class Fallen:
 
 def set_rates(optimizer: torch.optim.Optimizer, times: float) -> None:
     """Set each parameter group's learning rate to its base, which the group keeps, times a factor."""
-    for group in optimizer.param_groups:
+    groups = optimizer.param_groups
+    bases = [group.setdefault("initial_lr", float(group["lr"])) for group in groups]  # groups may share a tensor
+    for group, base in zip(groups, bases, strict=True):
         rate = group["lr"]
-        base = group.setdefault("initial_lr", float(rate))
         if isinstance(rate, Tensor):  # a compiled or captured step reads it from there
             rate.fill_(float(base) * times)
         else:
@@ -93,9 +94,10 @@ class RateSchedules:
         check(kind, warmup, decay)
         if not self._has_end():
             raise ConfigError(
-                "worker.schedule needs a run with an end, but the plan has neither iterations nor seconds; add "
-                "--iterations or --seconds to lsgd-server --global, or one of them to the plan file; or say how many "
-                "steps the script's own loop makes: worker.steps = N"
+                "worker.schedule needs a run with an end, but the plan has neither iterations nor seconds; add one of "
+                "them to the plan file, or start with LSGD_ITERATIONS=N (lsgd-server --global: --iterations N); or, if "
+                "the script has a loop of its own and then calls worker.finish(), say how many steps that makes: "
+                "worker.steps = N"
             )
         if any(optimizer not in self._optimizers for optimizer in optimizers):
             raise ConfigError(

@@ -59,6 +59,7 @@ class Schedule(NamedTuple):
         identical: all workers have the same model at all times; a generation begins with one member's model for all.
         election: who leads a round, a rule of :mod:`lsgd.election`.
         delay: iterations from a round until its result is applied.
+        parts: of the model, of which each round exchanges one, in turn.
     """
 
     period: int
@@ -67,6 +68,7 @@ class Schedule(NamedTuple):
     identical: bool = False
     election: str = "loss"
     delay: int = 0
+    parts: int = 1
 
 
 @dataclass(frozen=True)

@@ -96,10 +96,12 @@ class Exchange(NamedTuple):
     Attributes:
         waiting: the part that nothing hides: until all have come, and the servers have said so.
         transfer: the part that training can hide.
+        parts: of the model, of which a round exchanges one.
     """
 
     waiting: float
     transfer: float = 0.0
+    parts: int = 1
 
     def cost(self, delay: int) -> float:
         """Return how many steps' time it costs if its result is applied so many steps later."""
@@ -112,14 +114,15 @@ def period_cost(period: int, exchange: Exchange, workers: int, steps: float = ma
 
     It is the product of two costs. An exchange makes a step longer, by ``exchange.cost(delay) / period``. And with rare
     exchanges more steps are needed: of what N workers gain over one, ``0.7 (N - 1)`` machines' worth,
-    ``rare / (rare + h)`` is lost, with ``rare = period + 1.5 delay``. So a period of h loses half of it, and an endless
-    one leaves N workers with what one machine learns. h is 0.6 times the root of a worker's ``steps``, those in the
-    whole run.
+    ``rare / (rare + h)`` is lost, with ``rare = parts period + 1.5 delay``. So a period of h loses half of it, and an
+    endless one leaves N workers with what one machine learns. h is 0.6 times the root of a worker's ``steps``, those in
+    the whole run.
 
     The constants are fits to trainings of one to four workers (benchmarks/results/convergence.md).
     """
-    rare = period + STALE * delay
-    return (1 + exchange.cost(delay) / period) * (1 + GAIN * (max(workers, 2) - 1) * rare / (rare + half_period(steps)))
+    gain, half = GAIN * (max(workers, 2) - 1), half_period(steps)
+    kept = half / (exchange.parts * period + STALE * delay + half)
+    return (1 + exchange.cost(delay) / period) * (1 + gain) / (1 + gain * kept)
 
 
 def half_period(steps: float) -> float:
@@ -127,22 +130,27 @@ def half_period(steps: float) -> float:
     return max(1.0, min(HALF * math.sqrt(steps), LONGEST_HALF))
 
 
+def periods(steps: float, delay: int | None = None, parts: int = 1) -> range:
+    """Return the periods that can be chosen: above a given delay, and at most twice what halves the gain."""
+    least = (delay or 0) + 1
+    return range(least, max(int(2 * half_period(steps) / parts), least) + 1)
+
+
 def best_schedule(
     exchange: Exchange, workers: int, steps: float = math.inf, *, period: int | None = None, delay: int | None = 0
 ) -> tuple[int, int]:
     """Return the period and the delay of the least :func:`period_cost`, or the best ones beside a given one.
 
-    A period that is chosen is above the delay, and at most twice what halves the gain. A delay that is chosen is none,
-    or hides the whole transfer, or is as long as :data:`LONGEST_DELAY` allows: a period's cost has no minimum between
-    these, since its first factor falls by the same amount with each step of delay, and its second one is concave.
+    A period that is chosen is one of :func:`periods`. A chosen delay is none, or hides the whole transfer, or is as
+    long as :data:`LONGEST_DELAY` allows: a period's cost has no minimum between these, since its first factor falls by
+    the same amount with each step of delay, and its second one is concave.
     """
-    least, hides = (delay or 0) + 1, math.ceil(exchange.transfer)
-    periods = range(least, max(int(2 * half_period(steps)), least) + 1) if period is None else [period]
+    hides = math.ceil(exchange.transfer)
 
     def delays(period: int) -> list[int]:
         return [0, min(hides, int(LONGEST_DELAY * period))] if delay is None else [delay]
 
-    pairs = [(p, d) for p in periods for d in delays(p)]
+    pairs = [(p, d) for p in ([period] if period else periods(steps, delay, exchange.parts)) for d in delays(p)]
     return min(pairs, key=lambda pair: period_cost(pair[0], exchange, workers, steps, delay=pair[1]))
 
 

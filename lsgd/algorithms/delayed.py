@@ -63,9 +63,10 @@ class Delayed(Algorithm):
     @no_grad
     def settle(self, parameters: Flat) -> Commit | None:
         """Wait for the pending transfer and land it."""
-        land, self._land = self._land, None
-        if land is None:
+        if self._land is None:
             return None
+        self._background.succeeded()  # an interrupt of this wait loses nothing
+        land, self._land = self._land, None
         self.transfer_s = self._background.finish()
         commit, self._land = land(parameters), land
 

@@ -97,7 +97,7 @@ class LocalSettings(Periodic):
     def schedule(self) -> Schedule:
         """Exchange a fragment every ``period / fragments`` steps."""
         interval = (self.period or self._least_period) // self.fragments
-        return Schedule(interval, interval, delay=max(self.delay, 0))
+        return Schedule(interval, interval, delay=max(self.delay, 0), parts=self.fragments)
 
     @property
     def delay_is_auto(self) -> bool:
@@ -256,9 +256,11 @@ class LocalSGD(Delayed):
             hierarchical, contributors = self.settings.hierarchical, self.settings.per_contributor
             self._mean = CompressedMean(group, self._codec, hierarchical=hierarchical, contributors=contributors)
         members = order.generation.members
-        same = members == self._members and group.rank not in self._new(order)  # one that was started again is new
+        new = group.rank in self._new(order)  # as one is that was started again
         for feedback in (each for fragment in self._feedback for each in fragment):
-            feedback.begin_generation(same_members=same)
+            feedback.begin_generation(same_members=members == self._members and not new)
+            if new:
+                feedback.residual.zero_()
         self._members = members
 
     @no_grad
@@ -364,6 +366,8 @@ class LocalSGD(Delayed):
         """
         decay, found = self._decay(group, sends=sends), list[Tensor]()
         lossy = self._mean is not None and not self._is_of_node(group)
+        # A node's change travels times nodes / workers, and so does what rounding has lost of it.
+        times = group.size / len(group.node_sizes) if self.settings.hierarchical else 1.0
         for index, ((x, c), dtype, mean) in enumerate(zip(models, self._dtypes, means, strict=True)):
             kept = self._feedback[fragment][index].residual if lossy else c
             for here, piece in mean():
@@ -372,7 +376,8 @@ class LocalSGD(Delayed):
                     kind = torch.promote_types(total.dtype, torch.float32)
                     own = (now - _begun_with(common, dtype)).to(kind)
                     if lossy:
-                        others = torch.add(rest, total, alpha=group.size).sub_(residual, alpha=decay)
+                        others = torch.mul(rest, times).add_(total, alpha=group.size)
+                        others.sub_(residual, alpha=decay * times)
                     else:
                         others = total.to(kind) * group.size
                     if sends:
@@ -468,11 +473,12 @@ class LocalSGD(Delayed):
         for feedback in self._feedback[fragment] if self._feedback else ():
             feedback.commit()
         lr, momentum = self.settings.outer_lr, self.settings.outer_momentum
-        flats = (self.common, self.velocity) if momentum else (self.common,)
-        for mean, (c, *velocity) in zip(means, self._parts(fragment, *flats), strict=True):
+        velocity = self.velocity  # without momentum this drops it, on all members in one round
+        flats = (self.common, velocity) if momentum else (self.common,)
+        for mean, (c, *velocities) in zip(means, self._parts(fragment, *flats), strict=True):
             for here, change in mean():
                 c[here].add_(change, alpha=lr * factor)
-                for v in velocity:
+                for v in velocities:
                     v[here].mul_(momentum).add_(change, alpha=factor)
                     c[here].add_(v[here], alpha=lr * momentum)
 
@@ -482,8 +488,8 @@ class LocalSGD(Delayed):
             yield tuple(x[place] for x in tensors)
 
     def shared_state(self) -> list[Tensor]:
-        """Return the common model and the outer step's velocity, if it has momentum."""
-        return [*self.common, *self.velocity]
+        """Return the outer step's velocity, if it has momentum, then the common model, which follows from it."""
+        return [*self.velocity, *self.common]
 
     def common_model(self) -> list[Tensor]:
         """Return the common model: a newcomer has changed nothing in it yet."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 FEWEST = 3
@@ -85,13 +86,15 @@ class Outliers:
         """
         lengths = {rank: math.sqrt(own) for rank, (own, *_) in enumerate(sums) if own > 0}
         judges = [rank for rank in lengths if rank not in self.left_out]
-        if len(judges) < FEWEST or not all(math.isfinite(x) for each in sums for x in each):
+        # One that is left out already makes three with two others.
+        if min(len(lengths), len(judges) + 1) < FEWEST or not all(math.isfinite(x) for each in sums for x in each):
             return {}
         agreements = {rank: _agreement(sums[rank]) for rank in lengths}
         known = statistics.median([usual for *_, usual in sums if usual > 0] or [0.0])
         self.usual = max(USUAL_DECAY * known, statistics.median(lengths[rank] for rank in judges))
         told = {kind: [agreements[rank] for rank in judges if kinds[rank] == kind] for kind in kinds}
-        clear = {kind: statistics.median(each) for kind, each in told.items() if len(each) >= FEWEST}
+        numbers = Counter(kinds[rank] for rank in lengths)
+        clear = {kind: statistics.median(each) for kind, each in told.items() if each and numbers[kind] >= FEWEST}
         found = {}
         for rank in lengths:
             agreement = clear.get(kinds[rank], 0.0)

@@ -35,9 +35,11 @@ def quickstart(run_dir: Path, device: str, *, plain: bool) -> int:
     devices = chosen.names
     script, plan = run_dir / SCRIPT, run_dir / PLAN
     again = f"lsgd launch --workers {WORKERS} --plan {shlex.quote(str(plan))} -- python {shlex.quote(str(script))}"
-    if script.exists() or plan.exists():
-        raise ConfigError(f"{run_dir} has a {SCRIPT} already: name another folder with --run-dir, or train it: {again}")
     try:
+        if script.exists() or plan.exists():
+            raise ConfigError(
+                f"{run_dir} has a {SCRIPT} already: name another folder with --run-dir, or train it: {again}"
+            )
         run_dir.mkdir(parents=True, exist_ok=True)
         for path in (script, plan):
             shutil.copyfile(Path(lsgd.__file__).parent / "examples" / path.name, path)

@@ -80,7 +80,7 @@ def muon(
         weight_decay: decoupled decay of all parameters.
         momentum: Muon's momentum.
         betas: AdamW's decay rates.
-        exclude: patterns of parameter names that AdamW gets too, such as ``"*.score.weight"``.
+        exclude: patterns of parameter names that AdamW gets too, such as ``"*score.weight"``.
         include: patterns of parameter names that Muon gets in spite of these rules.
 
     Raises:
@@ -93,14 +93,16 @@ def muon(
         )
     mesh = mesh_of(model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    hidden = set(_hidden(model, smallest=2 if mesh is None else max(2, mesh.size())))
+    found = {id(p) for p in _hidden(model, smallest=2 if mesh is None else max(2, mesh.size()))}
+    hidden = {name for name, p in named.items() if id(p) in found}
     hidden = hidden - _fitting(exclude, named) | _fitting(include, named)
     matrices = {name: p for name, p in named.items() if name in hidden}
     rest = {name: p for name, p in named.items() if name not in hidden}
     if not matrices:
         raise ConfigError(
-            "lsgd.client.muon found no hidden matrix in the model, only embeddings, an output layer, convolutions or "
-            "vectors: use torch.optim.AdamW, or name matrices with include=[...]"
+            "lsgd.client.muon found no hidden matrix in the model, only embeddings, an output layer, convolutions, "
+            "vectors, or matrices with fewer rows or columns than two or than an island's processes: use "
+            "torch.optim.AdamW, or name matrices with include=[...]"
         )
     if wrong := [name for name, p in matrices.items() if p.ndim != 2]:
         raise ConfigError(f"include names {wrong[0]}, which has {matrices[wrong[0]].ndim} dimensions; Muon takes two")
@@ -112,27 +114,26 @@ def muon(
     return MuonAdamW(fast, torch.optim.AdamW([{"params": rest.values()}], lr, betas, weight_decay=weight_decay))
 
 
-def _hidden(model: nn.Module, smallest: int) -> Iterator[str]:
-    """Yield the names of a model's matrices that are neither embeddings nor the output layer's."""
+def _hidden(model: nn.Module, smallest: int) -> Iterator[nn.Parameter]:
+    """Yield a model's matrices that are neither embeddings nor the output layer's."""
     modules = dict(model.named_modules())
     others = {id(p) for module in modules.values() if isinstance(module, TABLES) for p in module.parameters()}
     owned = {place: list(_matrices(module)) for place, module in modules.items() if not isinstance(module, TABLES)}
     last = next((place for place in reversed(owned) if owned[place]), "")
     above = [modules[last[:end]] for end, letter in enumerate(last) if letter == "."]
     if len(owned.get(last, ())) == 1 and not any(isinstance(module, nn.ModuleList) for module in above):
-        others.add(id(owned[last][0][1]))
-    for place, matrices in owned.items():
-        for name, parameter in matrices:
-            if id(parameter) not in others and min(parameter.shape) >= smallest:
-                yield f"{place}.{name}" if place else name
+        others.add(id(owned[last][0]))
+    for matrices in owned.values():
+        yield from (p for p in matrices if id(p) not in others and min(p.shape) >= smallest)
 
 
-def _matrices(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the matrices among a module's own parameters, with their names in it."""
-    return ((name, p) for name, p in module.named_parameters(recurse=False) if p.ndim == 2 and "weight" in name)
+def _matrices(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the matrices among a module's own parameters."""
+    return (p for name, p in module.named_parameters(recurse=False) if p.ndim == 2 and "weight" in name)
 
 
 def _fitting(patterns: Collection[str], names: Collection[str]) -> set[str]:
+    patterns = [patterns] if isinstance(patterns, str) else patterns
     found = {pattern: {name for name in names if fnmatchcase(name, pattern)} for pattern in patterns}
     for pattern, fitting in found.items():
         if not fitting:

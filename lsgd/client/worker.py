@@ -3,6 +3,7 @@
 import atexit
 import json
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -94,6 +95,7 @@ class Worker:
         self._channel = membership.channel
         self._replica = replica
         self._steps, self._checkpoints, self._open = steps, checkpoints, True
+        self._pid = os.getpid()
         self._data = loaders.FirstData(lambda digest: self._channel.send(Data(*membership.who, digest)))
         leave_on_errors(self)
         self._parts = weakref.WeakSet[Part]()
@@ -107,7 +109,7 @@ class Worker:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         timeout_s: float = 600.0,
-        checkpoint_dir: Path | None = None,
+        checkpoint_dir: Path | str | None = None,
         extra: Mapping[str, Stateful] | None = None,
         step: int = 0,
         identity: Identity | None = None,
@@ -146,7 +148,8 @@ class Worker:
                 identity = found.identity
                 if checkpoint_dir is None and identity.run_dir is not None:
                     checkpoint_dir = identity.run_dir / CHECKPOINTS
-                checkpoints = Checkpoints(model, optimizers, extra or {}, checkpoint_dir, identity.resume, island)
+                folder = None if checkpoint_dir is None else Path(checkpoint_dir)
+                checkpoints = Checkpoints(model, optimizers, extra or {}, folder, identity.resume, island)
                 checkpoints.restarted = identity.restarted
                 muon = is_muon(optimizers)
                 membership = join_run(model, found, timeout_s, checkpoints.load, island, step, muon=muon)
@@ -669,8 +672,8 @@ class Worker:
         return broken
 
     def _end(self, *, failed: bool = False, reason: str = "") -> None:
-        """Tell the servers once that this worker leaves; unused grants go back."""
-        if not self._open:
+        """Tell the servers once that this worker leaves; unused grants go back. A fork of the process says nothing."""
+        if not self._open or os.getpid() != self._pid:
             return
         self._open = False
         self._steps.close()
@@ -747,5 +750,5 @@ def _all_have_a_batch(island: Island, has: bool) -> bool:
 def _leave_at_exit(me: "weakref.ref[Worker]") -> None:
     """Leave when a script ends without ending a ``with`` block."""
     worker = me()
-    if worker is not None:
+    if worker is not None and worker._pid == os.getpid():  # a fork has no part in the run
         worker.at_exit()

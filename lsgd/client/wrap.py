@@ -118,6 +118,12 @@ class WrappedWorker(Worker):
         self.hooks.close()
         super()._end(failed=failed, reason=reason)
 
+    def mean(self, numbers: Mapping[str, Tensor | float]) -> dict[str, float]:
+        """Return :meth:`Worker.mean`; an evaluation after it is another one, and steps aside anew."""
+        means = super().mean(numbers)
+        self.hooks.forget_passes()
+        return means
+
     def announce(self, inputs: object) -> None:
         """Let the servers compare the first inputs of the workers' models."""
         self._data.tell(inputs)
@@ -248,6 +254,10 @@ class _Hooks:
         self._muted.close()
         if self._begun and self._passes % self._accumulate:
             self._muted.enter_context(worker.no_sync())
+
+    def forget_passes(self) -> None:
+        """Count the forward passes of an evaluation from here on."""
+        self._without.clear()
 
     def _evaluate(self, worker: WrappedWorker, *, own: bool) -> None:
         """Step aside at the start of an evaluation, unless an iteration is under way or none has been."""

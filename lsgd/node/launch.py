@@ -62,6 +62,9 @@ from lsgd.watch.curves import check
 TOKEN_WITHIN_S = 60.0
 """How long a node waits for node 0 to write its token to a shared folder."""
 
+LAST_PORT = 65535
+"""The highest port there is."""
+
 _INDEX = re.compile(r"(?<!\S)NODE(?!\S)")  # where the index of a node stands in the line that starts it
 _OF_TORCHRUN = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|TORCHELASTIC_\w+")
 """Variables of torchrun, which may have started this launcher: the workers are not in that group."""
@@ -281,6 +284,8 @@ def _network_address(place: NodePlace, port: int) -> str:
     """Return where the global server listens; on node 0, check that it can."""
     if port == 0 and place.nodes > 1:
         raise ConfigError("port 0 (any free port) works for one node only; with more, every node must know the port")
+    if port == LAST_PORT and place.nodes > 1:
+        raise ConfigError(f"port {port} leaves none for the relay, which takes the next one: choose a lower one (PORT)")
     ip = resolve(place.address, place.nodes, NAME_WITHIN_S if place.nodes > 1 else 0.0)
     if place.node == 0:
         port = claim_port(ip, port)

@@ -538,7 +538,8 @@ class LocalServer:
             return f"the global server at {address} refuses this node: {trouble}"
         if self.heard_at is None:
             return (
-                f"no global server answers at {address}; start it there with: lsgd-server --global --listen {address}"
+                f"no global server answers at {address}; start node 0 there, which runs it (lsgd launch, train.sh), "
+                f"or, if you start servers by hand: lsgd-server --global --listen {address}"
             )
         silent = f"the global server at {address} has been silent for {now - self.heard_at:.0f} s"
         if self.elsewhere.standbys:

@@ -335,7 +335,10 @@ class Connector(_Socket):
                 f"it does not know the key of our token, {self._keys.name}; use the one that `lsgd keygen` made for "
                 f"this run's keys"
             )
-        return "its key is not the one in our token, or it has none; use the token that `lsgd keygen` made for its keys"
+        return (
+            "its key is not the one in our token, or it has none; use the token that `lsgd keygen` made for its keys, "
+            "or --insecure if it was started so"
+        )
 
     def send(self, frames: Sequence[bytes]) -> bool:
         """Send; return False if the listener is not connected or accepts nothing now."""

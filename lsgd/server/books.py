@@ -102,9 +102,9 @@ class Ledger:
         member.granted = 0
 
     def set_aside(self, stragglers: list[Member]) -> None:
-        """Keep the grants of stragglers: at least one each, plus once what was unheard before a restart."""
+        """Keep the grants of stragglers; after a restart at least one each, plus once what was unheard before it."""
         for member in stragglers:
-            member.granted = max(1, member.granted)
+            member.granted = max(self.unheard > 0, member.granted)
         stragglers[0].granted += self.unheard
         self.unheard = 0
 

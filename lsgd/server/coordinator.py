@@ -30,7 +30,8 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
     The others continue without it. When all have finished, or left, the run stops; a worker that failed in the middle
     of its loop has time to be started again.
 14. Workers that make a call together (``mean``, ``barrier``) get one answer, the same for all, when everybody has come
-    who still trains. Until then they take part in rounds, without iterations.
+    who still trains. Until then they take part in rounds, without iterations; the next round waits for all of them.
+    A newcomer's call is answered alone if the others have it behind them, and one of them waits in another.
 15. A newcomer that has completed a round but lacks parts of the run's model stays a newcomer, and gets no iterations.
 16. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Any
     later request is answered with the end, and so is every request if there can be no consensus.
@@ -308,6 +309,7 @@ class Coordinator:
             endings.settle(self.state, member, pause.done)
             endings.committed(self.state, member, pause.committed)
             endings.left_round(self.state, member, Why.PAUSED)
+            member.call, member.numbers = 0, {}  # it has left the call, too
             self.state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
         self.state.answer(member, Paused(pause.seq))
 

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from lsgd.algorithms.common import LONGEST_DELAY, Exchange, best_schedule, period_cost
+from lsgd.algorithms.common import LONGEST_DELAY, Exchange, best_schedule, period_cost, periods
 from lsgd.plan.plan import Phase, table_of
 from lsgd.server.reasons import Reason, Why
 from lsgd.settings import AlgorithmSettings
@@ -51,16 +51,20 @@ class Pace:
         self._steps_s = deque(steps_s, SAMPLES)
         self._transfers_s = deque(transfers_s, SAMPLES)
         self._since: float | None = None  # when the round was ordered, then when it was completed; None: not timed
-        self._count = self._members = 0  # when it was ordered
-        self._compare = False
+        self._count, self._compare = 0, False  # when it was ordered
+        self._training = 0  # when it was completed
 
-    def ordered(self, now: float, count: int, members: int, *, first: bool) -> None:
+    def ordered(self, now: float, count: int, *, first: bool) -> None:
         """Note the order of a global round; ``first`` of a generation: it also builds process groups."""
-        self._since, self._count, self._members, self._compare = now, count, members, not first
+        self._since, self._count, self._compare = now, count, not first
 
-    def completed(self, now: float, transfer_s: float = 0.0) -> None:
-        """Note that all members have completed it; ``transfer_s``: of it or, with a delay, of the one before it."""
+    def completed(self, now: float, training: int, transfer_s: float = 0.0) -> None:
+        """Note that all members have completed it.
+
+        ``training``: how many of them now make iterations; ``transfer_s``: of it or, with a delay, of the one before.
+        """
         if self._since is not None:
+            self._training = training
             if self._compare:
                 self._rounds_s.append(max(0.0, now - self._since - (0.0 if self.delay else transfer_s)))
             if transfer_s and (self._compare or self.delay):
@@ -71,20 +75,26 @@ class Pace:
         """Return the pace at a time when all members ask for the next round, after ``count`` iterations of the run."""
         pace = Pace(self.period, self._rounds_s, self._steps_s, self._transfers_s, self.delay)
         if self._since is not None and count > self._count:
-            pace._steps_s.append((now - self._since) * self._members / (count - self._count))
+            stretch_s, steps = now - self._since, (count - self._count) / max(self._training, 1)
+            step_s = stretch_s / steps
+            if 0 < self.delay < steps and self._transfers_s:  # the members may have waited for what it did not hide
+                beside_s = stretch_s - statistics.median_low(self._transfers_s)
+                step_s = min(step_s, max(beside_s, 0.0) / (steps - self.delay))
+            if self._transfers_s or not self.delay:
+                pace._steps_s.append(step_s)
         return pace
 
     def interrupted(self) -> None:
         """Discard the times since the last round: its generation is over."""
         self._since = None
 
-    def choose(self, workers: int, steps: float, period: int | None, delay: int | None) -> Reason:
+    def choose(self, workers: int, steps: float, period: int | None, delay: int | None, parts: int = 1) -> Reason:
         """Choose the period and the delay that cost least, unless the present ones are about as good; say why.
 
         ``steps``: of a member in the whole run; infinite if it has no end. ``period`` and ``delay``: those that hold,
-        if they are not to be chosen; None otherwise. One round is enough, since on a slow link
-        each further one would cost many steps. Of an even number of times, that in the middle counts with which the
-        period is shorter: too short a period is noticed sooner.
+        if they are not to be chosen; None otherwise. ``parts``: as in :class:`~lsgd.settings.Schedule`. One round is
+        enough, since on a slow link each further one would cost many steps. Of an even number of times, that in the
+        middle counts with which the period is shorter: too short a period is noticed sooner.
         """
         self.period, self.delay = period or self.period, self.delay if delay is None else delay
         if period is not None and delay is not None:
@@ -93,10 +103,11 @@ class Pace:
             return Why.UNMEASURED()
         step_s = max(SHORTEST_STEP_S, statistics.median_high(self._steps_s))
         round_s, transfer_s = statistics.median_low(self._rounds_s), statistics.median_low(self._transfers_s or [0.0])
-        exchange = Exchange(round_s / step_s, transfer_s / step_s)
+        exchange = Exchange(round_s / step_s, transfer_s / step_s, parts)
         cost = partial(period_cost, exchange=exchange, workers=workers, steps=steps)
         chosen = best_schedule(exchange, workers, steps, period=period, delay=delay)
-        if cost(self.period, delay=self.delay) > WORTH * cost(chosen[0], delay=chosen[1]):
+        allowed = period is not None or self.period in periods(steps, delay, parts)
+        if not allowed or cost(self.period, delay=self.delay) > WORTH * cost(chosen[0], delay=chosen[1]):
             self.period, self.delay = chosen
         return Why.MEASURED(round_s=round_s + transfer_s, step_s=step_s)
 
@@ -173,7 +184,8 @@ class Course:
         progress = progress if len(self.phases) == 1 else None  # only then the period follows it
         schedule = planned.schedule()
         delay = None if planned.delay_is_auto and bears_delay else schedule.delay
-        why = pace.choose(members, steps, None if planned.period_is_auto else schedule.period, delay)
+        fixed = None if planned.period_is_auto else schedule.period
+        why = pace.choose(members, steps, fixed, delay, schedule.parts)
         period = pace.period if planned.period_is_auto else None
         algorithm = planned.at(progress, period, rate)
         if rate is not None and planned.at(None, period, rate) != planned.at(None, period):

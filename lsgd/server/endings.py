@@ -90,7 +90,8 @@ def committed(
     took_s = None if opened.opened_at is None else state.now - opened.opened_at
     state.happened(RoundCompleted(round_id, took_s, opened.sent_nbytes))
     if opened.round.scope == "global":
-        state.course.pace.completed(state.now, opened.transfer_s)
+        training = sum(m.rank >= 0 and not m.lacking for m in state.roster.members.values())
+        state.course.pace.completed(state.now, training, opened.transfer_s)
         state.book.took_part(len(opened.round.generation.indices), len(state.roster.members))
     if opened.round.final:
         close(state)
@@ -176,6 +177,8 @@ def evict_stragglers(state: RunState) -> None:
         return
     stragglers = roster.within(MemberState.BUSY)
     held = roster.within(MemberState.HELD)
+    if not state.stopping and all(m.call for m in held):  # they wait for its call, not for a round
+        return
     if not state.stopping and any(m.synced for m in stragglers) and not any(m.synced for m in held):
         return
     are, them = ("is", "it") if len(stragglers) == 1 else ("are", "them")

@@ -53,14 +53,22 @@ class Meeting:
 
 
 def come(state: RunState, member: Member) -> None:
-    """Take in a worker's call: refuse it if others wait in another one."""
+    """Take in a worker's call: refuse it if others wait in another one.
+
+    One that has made no iteration yet is answered alone if one that has waits in another: its call is behind that one.
+    """
     state.changes += 1
-    others = (m for m in _callers(state) if m is not member)
-    odd = next((m for m in others if m.numbers.keys() != member.numbers.keys()), None)
-    if odd is not None:
-        words = {"call": _words(member), "other": odd.worker, "theirs": _words(odd)}
-        _answer(state, member, Met(member.call, {}, 0, Why.OTHER_CALL(worker=member.worker, **words)))
-    elif state.course.schedule.identical and member.held:  # it has nothing that a round could take in
+    for odd in [m for m in _callers(state) if m.numbers.keys() != member.numbers.keys()]:
+        if bool(member.done) == bool(odd.done):
+            words = {"call": _words(member), "other": odd.worker, "theirs": _words(odd)}
+            _answer(state, member, Met(member.call, {}, 0, Why.OTHER_CALL(worker=member.worker, **words)))
+            return
+        late = odd if member.done else member
+        if late.state in WAITING:  # otherwise it asks again, after its round
+            _answer(state, late, Met(late.call, late.numbers, 1))
+        if late is member:
+            return
+    if state.course.schedule.identical and member.held:  # it has nothing that a round could take in
         pause(state, member)
 
 
@@ -79,7 +87,8 @@ def conclude(state: RunState) -> None:
     if not callers or _missing(state) or any(m.state not in WAITING for m in callers):
         return
     means = {name: mean_of([m.numbers[name] for m in callers]) for name in callers[0].numbers}
-    state.meeting.answered = {}
+    answered = state.meeting.answered.items()  # who does not take part may not have heard of its last one yet
+    state.meeting.answered = {worker: last for worker, last in answered if worker in state.roster.members}
     for member in callers:
         _answer(state, member, Met(member.call, means, len(callers)))
 
@@ -95,10 +104,12 @@ def awaited(state: RunState, member: Member) -> Reason:
 
 
 def _answer(state: RunState, member: Member, met: Met) -> None:
-    """Answer a call: the worker is paused until its next request."""
+    """Answer a call; the next round waits for the worker, which now goes on, unless others cannot reach it."""
     state.meeting.answered[member.worker] = member.join.incarnation, met
     member.call, member.numbers, member.last = 0, {}, False
-    pause(state, member)
+    state.changes += 1
+    state.moved_at = state.now
+    state.roster.move(member, MemberState.PAUSED if member.state is MemberState.CUT else MemberState.BUSY)
     state.answer(member, met)
 
 

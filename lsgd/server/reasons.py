@@ -84,7 +84,7 @@ class Why(enum.Enum):
         "what the script draws itself by rank: the variable LSGD_RANK or, if nodes differ in their number of workers, "
         "1000 * LSGD_NODE + LSGD_LOCAL_RANK"
     )
-    TOO_FEW = "after {waited_s:g} s only {joined}; start the others, or a run of fewer (--workers)"
+    TOO_FEW = "after {waited_s:g} s only {joined}; start the others, or a run of fewer (LSGD_WORKERS=N)"
     OTHER_CALL = (
         "{worker} calls {call}, and {other} waits in {theirs}: all workers must make the same calls of worker.mean(), "
         "with the same names, and worker.barrier(), in the same order"

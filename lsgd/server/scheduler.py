@@ -205,7 +205,7 @@ def _order(
         state.book.begin(state.now)
     order, leader = _new_round(state, scope, members, queues, final=final)
     if scope == "global":
-        state.course.pace.ordered(state.now, state.ledger.count, len(members), first=state.book.fresh)
+        state.course.pace.ordered(state.now, state.ledger.count, first=state.book.fresh)
     state.book.order(order, members, state.now)
     state.changes += 1
     leader.times_leader += state.leads

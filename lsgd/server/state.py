@@ -286,7 +286,7 @@ class RunState:
         if self.roster.generation is None:
             if not self.suffices(len(members)):
                 return self.joined(names=True)
-            return Why.FIRST_REQUESTS(who=named(self.roster.within(MemberState.JOINED)))
+            return Why.FIRST_REQUESTS(who=named(m for m in members if not m.held))
         if self.lost_at:
             return Why.MODEL_LOST(count=self.ledger.count)
         opened = next(iter(self.book.open.values()), None)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
@@ -19,6 +20,7 @@ import lsgd.client
 from lsgd.algorithms.local import LocalSettings
 from lsgd.client import Worker
 from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.checkpoint.reshard import Resharding
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError
 from lsgd.flat import FlatParameters, describe
@@ -143,8 +145,17 @@ def test_hidden_matrices_are_muons_and_the_rest_adamws(model: nn.Module, hidden:
 
 def test_patterns_have_the_last_word() -> None:
     model = mlp()
-    optimizer = lsgd.client.muon(model, exclude=["0.*"], include=["4.weight"])
-    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(model[2].weight), id(model[4].weight)]
+    for optimizer in (
+        lsgd.client.muon(model, exclude=["0.*"], include=["4.weight"]),
+        lsgd.client.muon(model, exclude="0.*", include="4.weight"),
+    ):
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(model[2].weight), id(model[4].weight)]
+
+
+def test_a_checkpointed_root_renames_its_parameters_and_changes_nothing() -> None:
+    model = mlp()
+    optimizer = lsgd.client.muon(checkpoint_wrapper(model))
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(model[0].weight), id(model[2].weight)]
 
 
 def test_it_logs_what_went_where(caplog) -> None:
@@ -167,9 +178,22 @@ def test_what_it_cannot_do_is_refused(monkeypatch) -> None:
     for wrong in ({"include": ["x.*"]}, {"exclude": ["x.*"]}):
         with pytest.raises(ConfigError, match=r"no trainable parameter fits 'x\.\*'"):
             lsgd.client.muon(mlp(), **wrong)
+    with pytest.raises(ConfigError, match=r"no hidden matrix .* fewer rows or columns .* include="):
+        lsgd.client.muon(nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 8), nn.Linear(8, 2)))
     monkeypatch.delattr(torch.optim, "Muon")
     with pytest.raises(ConfigError, match=r"needs torch 2\.9 or newer, and this is .*pip install"):
         lsgd.client.muon(mlp())
+
+
+def test_a_checkpoint_whose_groups_were_others_cannot_be_divided_anew() -> None:
+    """As where a router of four rows was Muon's on four processes, and is AdamW's on eight."""
+    model = mlp()
+    saved = {"optimizers": [lsgd.client.muon(model).state_dict()]}
+    resharding = Resharding(model, FlatParameters(model).layout, [lsgd.client.muon(model, exclude=["0.*"])])
+    with pytest.raises(
+        ConfigError, match=r"file\.pt has an optimizer .* \[2, 4\] .* here they have \[1, 5\]; .*exclude"
+    ):
+        resharding.add(saved, Path("file.pt"))
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:

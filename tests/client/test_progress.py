@@ -110,6 +110,14 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     assert float(rate) == pytest.approx(0.05)
 
 
+def test_groups_that_share_a_tensor_share_its_base() -> None:
+    rate, groups = torch.tensor(0.1), [{"params": nn.Linear(1, 1).parameters()} for _ in range(2)]
+    optimizer = torch.optim.Adam(groups, lr=rate)
+    for progress in (0.25, 0.5):
+        set_rates(optimizer, factor("linear", progress, 0.0, 0.0))
+    assert float(rate) == pytest.approx(0.05)
+
+
 def test_the_last_schedule_of_an_optimizer_counts_and_others_are_refused() -> None:
     bench, one, other = Bench(iterations=100), optimizer_of(0.1), optimizer_of(0.1)
     schedules = RateSchedules(lambda: bench.progress.share(ahead=0.5), [one, other])
@@ -121,7 +129,7 @@ def test_the_last_schedule_of_an_optimizer_counts_and_others_are_refused() -> No
     assert other.param_groups[0]["lr"] == pytest.approx(0.1)
     with pytest.raises(ConfigError, match="an optimizer that this worker did not join with; pass the optimizer"):
         schedules.add([optimizer_of(0.1)], "wsd", 0.0, 0.2)
-    with pytest.raises(ConfigError, match="neither iterations nor seconds; add --iterations or --seconds"):
+    with pytest.raises(ConfigError, match=r"neither iterations nor seconds; add one of them .* LSGD_ITERATIONS=N"):
         RateSchedules(bench.progress.share, [one], has_end=lambda: False).add([one], "wsd", 0.0, 0.2)
 
 

@@ -105,6 +105,16 @@ def test_it_trains_by_the_plan_and_says_so_in_one_line(folder, loops) -> None:
 
 
 @pytest.mark.slow
+def test_a_fork_of_the_script_has_no_part_in_the_run(folder) -> None:
+    lines = ("child = os.fork()", "if not child: sys.exit(3)", "assert os.waitstatus_to_exitcode(os.wait()[1]) == 3")
+    forks = "worker.report(loss)\n" + "".join(f"            {line}\n" for line in lines)
+    text = "import os\n" + TRAIN.replace("worker.report(loss)\n", forks)
+    script = Script(folder, "1", script=text, LSGD_ITERATIONS="40")
+    assert script.ends() == 0, script.output
+    assert "\nmade 8 1 " in script.output and "left" not in script.output and "ends" not in script.output
+
+
+@pytest.mark.slow
 def test_a_script_that_does_not_train_in_the_run_is_said_with_a_code_of_its_own(folder) -> None:
     script = Script(folder, "3", script=TRAIN.replace("worker.batches(loader)", "loader"))
     assert script.ends() == 78, script.output
@@ -116,7 +126,9 @@ def test_a_script_that_does_not_train_in_the_run_is_said_with_a_code_of_its_own(
 def test_a_script_that_is_killed_leaves_nothing(folder, number) -> None:
     script = Script(folder)
     script.trains()
-    assert "its plan has no iterations or seconds, so it ends with its loop or Ctrl-C" in script.output
+    assert (
+        "its plan has no iterations or seconds, so it ends with its loop, or by Ctrl-C without saving" in script.output
+    )
     assert script.left() == [script.process.pid] and not os.listdir(script.folder / "tmp")
     os.kill(script.process.pid, number)
     assert script.ends() != 0

@@ -143,6 +143,44 @@ def test_one_pass_without_gradients_is_no_evaluation(script) -> None:
     assert script.state() == "live" and script.worker.iterations == 5
 
 
+def test_a_round_that_the_script_interrupts_is_made_anew(cluster) -> None:
+    """As Ctrl-C in a notebook, after which the loop goes on."""
+    cluster.start("--workers", "2", "--algorithm", "local", "--period", "4")
+
+    def train(index: int, identity: Identity) -> tuple[int, dict[str, Tensor]]:
+        script, interrupted = Script(steps=24, identity=identity), list[int]()
+        algorithm = script.worker._replica.algorithm
+        exchange = algorithm.before_forward
+
+        def before_forward(parameters: Any, group: Any, order: Any) -> Any:
+            commit = exchange(parameters, group, order)
+            if index == 0 and order is not None and order.id == 3 and not interrupted:
+                interrupted.append(order.id)
+                raise KeyboardInterrupt
+            return commit
+
+        algorithm.before_forward = before_forward  # type: ignore[method-assign]
+        while script.worker.step < script.worker.steps:
+            with suppress(KeyboardInterrupt):
+                script.step(BATCH * (1 + index))
+        assert script.worker.finish() and interrupted == [3] * (index == 0)
+        return script.worker.iterations, script.model.state_dict()
+
+    (made, one), (other, two) = in_threads(cluster, train)
+    assert (made, other) == (24, 24)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_after_a_mean_comes_another_evaluation(script) -> None:
+    script.step()
+    script.evaluate()
+    assert script.state() == "away"
+    script.worker.mean({"val": 1.0})
+    assert script.state() == "live", "the others wait for its next step"
+    script.evaluate()
+    assert script.state() == "away"
+
+
 def test_a_pass_without_gradients_inside_an_iteration_is_no_evaluation(script) -> None:
     script.step()
     _, loss = script.model(BATCH)
@@ -384,7 +422,7 @@ DATA = torch.ones(20, 6)
 def test_checkpoints_count_only_batches_that_are_trained_on(cluster, monkeypatch, tmp_path, data, key) -> None:
     """The round comes when the next batch is drawn, here in the second pass of five."""
     join_here(cluster, monkeypatch, "--algorithm", "allreduce", "--checkpoint-every", "1")
-    script = Script(steps=20, checkpoint_dir=tmp_path)
+    script = Script(steps=20, checkpoint_dir=str(tmp_path))
     loader = script.worker.shard(DataLoader(data, batch_size=4))
     for x in itertools.islice(itertools.chain(loader, loader), 8):
         script.step(x)

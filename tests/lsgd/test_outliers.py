@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -48,6 +49,19 @@ def test_a_long_change_is_left_out_at_once_and_counts_again_when_it_has_fitted_a
     for again in range(STRIKES):
         assert outliers.left_out == {BAD}, again
         assert outliers.judge(measured(changes(1.0, seed=again), outliers.left_out)) == {}
+    assert outliers.left_out == set()
+
+
+def test_of_three_one_is_left_out_until_it_fits() -> None:
+    outliers = Outliers()
+    for seed in range(PATIENCE):
+        rows = changes(30.0, seed=seed)[: BAD + 1]
+        assert list(outliers.judge(measured(rows, outliers.left_out))) == ([] if seed else [BAD])
+        assert outliers.left_out == {BAD}, seed
+    assert outliers.gives_up(BAD)
+    for seed in range(PATIENCE + STRIKES - 1):
+        assert outliers.left_out == {BAD}, seed
+        outliers.judge(measured(changes(1.0, seed=seed)[: BAD + 1], outliers.left_out))
     assert outliers.left_out == set()
 
 
@@ -171,6 +185,22 @@ def test_a_flipped_sign_is_found_sends_zeros_and_keeps_nothing_for_later(kind, c
         assert [norm == 0 for *_, (norm,) in found] == [rank == BAD for rank in range(SIZE)]
 
 
+def test_one_that_was_started_again_has_lost_its_residuals_in_every_fragment() -> None:
+    def member(group: SimulatedGroup) -> list[bool]:
+        model, generator = nn.Linear(4096, 1, bias=False), torch.Generator().manual_seed(group.rank)
+        settings, optimizer = LocalSettings(period=4, fragments=4), torch.optim.SGD(model.parameters(), lr=1.0)
+        worker = SimulatedWorker.of_model(group, settings, model, optimizer)
+        for _ in range(8):
+            change = torch.randn(4096, generator=generator)
+            worker.step(lambda change=change: model.weight[0] @ change)
+        worker.begin(replace(make_round((1,) * SIZE, id=100, number=2), new=(BAD,)))
+        algorithm = worker.algorithm
+        assert isinstance(algorithm, LocalSGD)
+        return [bool(each.residual.any()) for (each,) in algorithm._feedback]
+
+    assert simulate((1,) * SIZE, member) == [[rank != BAD] * 4 for rank in range(SIZE)]
+
+
 @pytest.mark.parametrize(("divisor", "times"), [("members", 4 / 3), ("contributors", 1.0)])
 def test_the_mean_is_that_of_those_that_count(divisor: str, times: float) -> None:
     algorithm = SparseSettings(divisor=divisor).create([torch.zeros(4096)])
@@ -179,7 +209,9 @@ def test_the_mean_is_that_of_those_that_count(divisor: str, times: float) -> Non
     assert algorithm._scale(sums, {BAD}) == pytest.approx(times)
 
 
-@pytest.mark.parametrize(("node_sizes", "sign", "found"), [((2, 1, 1, 1), 1.0, set()), ((2, 2, 2), -1.0, {BAD})])
+@pytest.mark.parametrize(
+    ("node_sizes", "sign", "found"), [((2, 1, 1, 1), 1.0, set()), ((2, 1, 1, 1), -1.0, {BAD}), ((2, 2, 2), -1.0, {BAD})]
+)
 def test_nodes_that_send_few_elements_are_compared_with_those_of_as_many_workers(node_sizes, sign, found) -> None:
     """Nobody in a node of two knows which elements of its own have left the node."""
     common = torch.randn(4096, generator=torch.Generator().manual_seed(1))

@@ -604,6 +604,7 @@ class TestRefusals:
         assert f"port {port} of 127.0.0.1 is taken" in line and f"PORT={port + 2}" in line
         two = ("--node", "0", "--nodes", "2", "--address", "127.0.0.1")
         assert "every node must know the port" in refused(*two, "--port", "0")
+        assert "leaves none for the relay" in refused(*two, "--port", "65535")
 
     def test_command(self, refused):
         assert "'no-such-program' was not found" in refused("--node", "0", "--port", "0", command="no-such-program")

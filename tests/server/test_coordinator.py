@@ -195,7 +195,7 @@ def test_waiting_for_others_ends_in_time() -> None:
     bench.tick(30)
     assert not bench.got
     bench.tick(1)
-    reason = "after 30 s only 1 of 2 workers have joined; start the others, or a run of fewer (--workers)"
+    reason = "after 30 s only 1 of 2 workers have joined; start the others, or a run of fewer (LSGD_WORKERS=N)"
     assert bench.got["00"] == [Refused(reason)]
     assert not bench.roster.members
     assert isinstance(bench.join("00", 3)["00"][0], Waiting)

@@ -17,6 +17,7 @@ from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Evicted, Met, NodeLeave, Request, Stop, StopRun, Waiting
 from lsgd.server.journal import capture, restore
 from lsgd.server.roster import MemberState
+from lsgd.settings import AlgorithmSettings
 
 from ..search import examples
 from .helpers import Bench, make_plan, started
@@ -74,6 +75,99 @@ def test_a_lost_answer_is_given_again_and_an_old_one_changes_nothing() -> None:
     assert bench.got == {"01": [Met(1, {"v": 2.0}, 2)]}
     meet(bench, "01", 2, v=7.0)
     assert bench.only("00") == bench.only("01") == Met(2, {"v": 6.0}, 2)
+
+
+@pytest.mark.parametrize("algorithm", [LocalSettings(period=1), LocalSettings(period=4), AllReduceSettings()])
+def test_the_round_after_a_call_waits_for_everybody(algorithm: AlgorithmSettings) -> None:
+    bench = started("00", "10", algorithm=algorithm)
+    while bench.ledger.tokens:
+        bench.ask_all("00", "10")
+    for place in ("00", "10"):
+        meet(bench, place)
+    assert bench.only("00") == bench.only("10") == Met(1, {}, 2)
+    bench.ask("00", did=False)
+    assert not bench.got and bench.waits() == "busy"
+    bench.ask("10", did=False)
+    order = bench.round("00", "10")
+    assert not order.new and order.generation.number == 1, "all have the run's model, and nobody was away"
+
+
+def test_who_goes_on_alone_after_a_call_takes_no_iteration_with_it() -> None:
+    """The invariants are checked after each message: grants come from the queue, the last ones too."""
+    bench = started("00", "10", algorithm=LocalSettings(period=64), iterations=100)
+    bench.ask_all("00", "10")
+    for place in ("00", "10"):
+        meet(bench, place)
+    left = bench.ledger.tokens
+    bench.ask("00", did=False, last=True, call=2)
+    bench.tick(2 * bench.state.patience_s)
+    assert bench.member("10").state is MemberState.BUSY and bench.ledger.tokens == left, "the call alone waits for it"
+    bench.ask("10", did=False, last=True, call=2)
+    assert bench.only("00") == Met(2, {}, 2)
+    bench.ask("00", did=False, last=True)
+    bench.tick(2 * bench.state.patience_s)
+    assert bench.member("10").state is MemberState.STRAGGLER and bench.member("10").granted == 0
+    assert bench.ledger.tokens == left
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+def test_what_others_called_before_a_newcomer_came_is_answered_alone(first: bool) -> None:
+    """As a barrier at the start of a script, whose other workers have long trained."""
+    bench = started("00", "01")
+    bench.ask_all("00", "01")
+    bench.join("02")
+    if first:
+        meet(bench, "02")
+        meet(bench, "00", val=1.0)
+    else:
+        meet(bench, "00", val=1.0)
+        meet(bench, "02")
+    assert bench.got["02"] == [Met(1, {}, 1)] and "00" not in bench.got
+    meet(bench, "01", val=3.0)
+    meet(bench, "02", 2, val=5.0)
+    assert bench.got == {
+        "00": [Met(1, {"val": 3.0}, 3)],
+        "01": [Met(1, {"val": 3.0}, 3)],
+        "02": [Met(2, {"val": 3.0}, 3)],
+    }
+
+
+def test_a_newcomer_that_is_in_a_round_is_answered_after_it() -> None:
+    bench = started("00", "01")
+    bench.ask_all("00", "01")
+    bench.join("02")
+    meet(bench, "02")
+    while not bench.member("02").round:
+        for place in ("00", "01"):
+            if not bench.member(place).held and bench.member(place).round is None:
+                bench.ask(place)
+    bench.complete_all("00", "01")
+    meet(bench, "00", val=1.0)
+    assert not bench.got
+    bench.complete_all("02")
+    bench.ask("02", did=False, last=True, call=1)
+    assert bench.got == {"02": [Met(1, {}, 1)]}
+
+
+def test_an_answer_that_was_lost_before_a_stop_is_given_after_the_next_one() -> None:
+    bench = started("00", "01")
+    for place in ("00", "01"):
+        meet(bench, place)
+    meet(bench, "00", 2)
+    bench.say(StopRun("enough"))
+    assert bench.got["00"] == [Met(2, {}, 1)]
+    bench.ask("01", same=True, last=True, call=1)
+    assert bench.only("01") == Met(1, {}, 2)
+
+
+def test_one_who_does_not_go_on_after_a_call_is_waited_for_as_ever() -> None:
+    bench = started("00", "10", algorithm=LocalSettings(period=1))
+    for place in ("00", "10"):
+        meet(bench, place)
+    bench.ask("00", did=False)
+    bench.tick(bench.state.patience_s)
+    assert bench.member("10").state is MemberState.STRAGGLER
+    assert bench.round_of("00").id == 2
 
 
 @pytest.mark.parametrize("came", [True, False])

@@ -71,9 +71,11 @@ class Timed:
 
     def stretch(self) -> int:
         """Make the steps up to the next global round, and that round; return the period from there."""
-        bench = self.bench
-        for _ in range(self.periods[-1]):
+        bench, delay = self.bench, self.bench.state.course.schedule.delay
+        for step in range(self.periods[-1]):
             bench.now += self.step_s
+            if step + 1 == delay and math.isfinite(self.transfer_s):  # the result is due
+                bench.now += max(0.0, self.transfer_s - delay * self.step_s)
             self.ask_all()
             self.said += [str(note) for note in bench.notes if note.code.startswith("period")]
             while (order := bench.member("00").round) is not None and order.round.scope == "local":
@@ -235,10 +237,13 @@ def test_simulated_workers_follow_the_rule_and_no_warm_up_does() -> None:
 def test_a_period_costs_what_exchanges_take_and_what_rare_ones_lose() -> None:
     exchange = Exchange(10.0)
     assert period_cost(60, exchange, 2, 10_000) == pytest.approx(
-        (1 + 10 / 60) * (1 + 0.7 / 2)
+        (1 + 10 / 60) * (1 + 0.7) / (1 + 0.7 / 2)
     )  # half of the gain is lost
     assert period_cost(1 << 30, exchange, 3) == pytest.approx(1 + 0.7 * 2, rel=1e-4)  # rare enough: one machine is left
     assert period_cost(8, Exchange(1.0), 1) == period_cost(8, Exchange(1.0), 2)  # a second worker may join
+    assert period_cost(15, Exchange(10.0, parts=4), 2, 10_000) == pytest.approx(
+        (1 + 10 / 15) * (1 + 0.7) / (1 + 0.7 / 2)
+    )  # each number is exchanged every 60 steps
     for exchange_steps, workers, steps in ((0.1, 2, 512), (3.0, 4, math.inf), (10.0, 8, 9000)):
         period, _ = best_schedule(Exchange(exchange_steps), workers, steps)
         costs = [period_cost(period + off, Exchange(exchange_steps), workers, steps) for off in (-1, 0, 1)]
@@ -249,8 +254,8 @@ def test_a_period_costs_what_exchanges_take_and_what_rare_ones_lose() -> None:
     ("exchange_steps", "workers", "steps", "period"),
     [
         (0.0, 2, math.inf, 1),
-        (10.0, 2, math.inf, 81),
-        (10.0, 8, math.inf, 26),  # more to lose
+        (10.0, 2, math.inf, 98),
+        (10.0, 8, math.inf, 58),  # more to lose
         (0.1, 2, 1024, 2),
         (1e6, 2, math.inf, 512),
         (1e6, 2, 1000, 37),  # at least 26 rounds
@@ -265,19 +270,19 @@ def test_auto_follows_a_link_that_changes_and_says_why() -> None:
     timed = Timed(ElasticSettings(period=0))
     assert timed.periods == [1]
     assert timed.stretch() == 1 and timed.bench.state.course.why.code == "unmeasured"  # the first is not timed
-    assert timed.stretch() == 81  # 0.1 s, beside steps of 0.01 s
-    assert timed.said == ["period 81: a round takes 0.1 s, a step 0.01 s"]
+    assert timed.stretch() == 98  # 0.1 s, beside steps of 0.01 s
+    assert timed.said == ["period 98: a round takes 0.1 s, a step 0.01 s"]
     timed.stretches(4)
 
     timed.round_s *= 10.0
-    assert timed.stretches(2) == 81  # two late rounds change nothing
+    assert timed.stretches(2) == 98  # two late rounds change nothing
     assert timed.stretches(2) == 512
     assert timed.said[1:] == ["period 512: a round takes 1 s, a step 0.01 s"]
 
     timed.round_s *= 0.001
-    assert timed.stretches(4) == 6
+    assert timed.stretches(4) == 8
     shown = json.loads(report(timed.bench.state, timed.bench.now))
-    assert (shown["period"], shown["period_reason"]) == (6, "a round takes 0.001 s, a step 0.01 s")
+    assert (shown["period"], shown["period_reason"]) == (8, "a round takes 0.001 s, a step 0.01 s")
 
 
 @pytest.mark.parametrize(
@@ -289,7 +294,7 @@ def test_of_two_times_that_counts_with_which_the_period_is_shorter(rounds_s, ste
     assert (pace.period, 0) == best_schedule(Exchange(10.0), 2)
 
 
-@pytest.mark.parametrize(("delay", "period"), [(0, 81), (2, 75), (10, 41), (300, 301)])
+@pytest.mark.parametrize(("delay", "period"), [(0, 98), (2, 90), (10, 50), (300, 301)])
 def test_a_delay_hides_what_members_say_of_transfers(delay: int, period: int) -> None:
     """A transfer of ten steps costs what the delay does not hide; only then is it no part of the round's time."""
     timed = Timed(LocalSettings(period=0, delay=delay))
@@ -319,10 +324,10 @@ def test_with_muon_the_servers_choose_a_delay() -> None:
     timed = Timed(LocalSettings(period=0, delay=-1), muon=(True, True))
     timed.round_s, timed.transfer_s = 0.02, 0.1
     course = timed.bench.state.course
-    assert timed.stretches(4) == 56 and course.schedule.delay == 10
-    assert timed.said == ["period 56 with a delay of 10: a round takes 0.12 s, a step 0.01 s"]
+    assert timed.stretches(4) == 67 and course.schedule.delay == 10
+    assert timed.said == ["period 67 with a delay of 10: a round takes 0.12 s, a step 0.01 s"]
     shown = json.loads(report(timed.bench.state, timed.bench.now))
-    assert (shown["period"], shown["delay"]) == (56, 10)
+    assert (shown["period"], shown["delay"]) == (67, 10)
     assert json.loads(course.to_json())["delay"] == 10
     timed.transfer_s = 0.001
     assert timed.stretches(4) == best_schedule(Exchange(2.0, 0.1), 2)[0] and course.schedule.delay == 0
@@ -332,7 +337,7 @@ def test_with_muon_the_servers_choose_a_delay() -> None:
 def test_there_is_no_delay_where_a_workers_optimizer_bears_none(muon) -> None:
     timed = Timed(LocalSettings(period=0, delay=-1), muon=muon)
     timed.round_s, timed.transfer_s = 0.0, 0.1
-    assert timed.stretches(4) == 81 and timed.bench.state.course.schedule.delay == 0
+    assert timed.stretches(4) == 98 and timed.bench.state.course.schedule.delay == 0
 
 
 def test_a_delay_beside_a_period_of_the_plan_and_one_of_an_operator() -> None:
@@ -380,6 +385,8 @@ def test_there_is_no_delay_while_a_newcomer_downloads() -> None:
         newcomer = bench.member("20").round
         assert newcomer is not None
         bench.complete("20", newcomer.round.id, lacking=lacking)
+        steps_s = bench.state.course.pace.to_json()["steps_s"]
+        assert steps_s == pytest.approx([0.01] * len(steps_s), rel=0.05), "whoever makes the iterations"
         return schedule().delay
 
     assert [stretch(lacking=lacking) for lacking in (True, True, False, False)] == [0, 0, 0, 5]
@@ -396,12 +403,14 @@ def test_with_a_delay_nothing_is_known_before_a_transfer_is_over() -> None:
 def test_what_is_no_time_of_a_transfer_does_not_count(seconds: float) -> None:
     timed = Timed(LocalSettings(period=0))
     timed.transfer_s = seconds
-    assert timed.stretches(4) == 81
+    assert timed.stretches(4) == 98
 
 
 def test_what_is_hidden_costs_a_share_and_what_is_late_counts_as_rare() -> None:
     assert [Exchange(2.0, 10.0).cost(delay) for delay in (0, 4, 10, 100)] == pytest.approx([12.0, 9.2, 5.0, 5.0])
-    assert period_cost(30, Exchange(2.0, 10.0), 2, 10_000, delay=20) == pytest.approx((1 + 5 / 30) * (1 + 0.7 / 2))
+    assert period_cost(30, Exchange(2.0, 10.0), 2, 10_000, delay=20) == pytest.approx(
+        (1 + 5 / 30) * (1 + 0.7) / (1 + 0.7 / 2)
+    )
 
 
 def test_auto_stays_where_it_is_while_times_scatter() -> None:
@@ -410,7 +419,7 @@ def test_auto_stays_where_it_is_while_times_scatter() -> None:
     for n in range(20):
         timed.round_s = 0.1 * (0.7, 1.4, 1.0, 8.0)[n % 4]  # each fourth is out of line
         timed.stretch()
-    assert set(timed.periods[-20:]) == {81} and len(timed.said) == 1
+    assert set(timed.periods[-20:]) == {98} and len(timed.said) == 1
 
 
 def test_auto_is_bounded_and_has_the_ramps_of_the_run() -> None:
@@ -433,6 +442,20 @@ def test_a_short_run_has_rounds_that_are_worth_something(length) -> None:
     assert 20 <= max(timed.periods) <= 28 and len(timed.periods) >= 20
 
 
+def test_a_period_that_a_run_has_become_too_short_for_does_not_stay() -> None:
+    timed = Timed(LocalSettings(period=0), iterations=2 * 10_000)
+    timed.round_s = 1.0
+    assert timed.stretches(3) == 120
+    timed.bench.coordinator.change({"iterations": "2000"})
+    assert timed.stretch() == 37
+
+
+def test_with_fragments_what_counts_is_how_often_each_number_is_exchanged() -> None:
+    pace = Pace(1, [1e4], [0.01])
+    pace.choose(2, 1000, None, 0, LocalSettings(fragments=4).schedule().parts)
+    assert pace.period == 9, "so each every 36 steps"
+
+
 @pytest.mark.parametrize("place", [0, 900])
 def test_a_run_of_own_loops_is_as_long_as_those_wherever_it_begins(place: int) -> None:
     timed = Timed(LocalSettings(period=0), loop=(place, 1000))
@@ -453,7 +476,7 @@ def test_a_plan_that_changes_to_auto_and_back() -> None:
     timed = Timed(LeaderSettings(period=4, local_period=2))
     timed.stretch()
     timed.bench.coordinator.change({"period": "auto"})
-    assert timed.stretches(3) == 82  # 81, in whole local periods
+    assert timed.stretches(3) == 98  # in whole local periods
     timed.bench.coordinator.change({"period": "4"})
     assert timed.stretch() == 4
 
@@ -471,7 +494,7 @@ def test_rounds_that_are_made_again_and_first_ones_are_not_timed() -> None:
         bench.now += 70.0
         bench.complete_all(*PAIR)
     assert bench.state.course.pace.to_json()["rounds_s"] == []
-    assert timed.stretches(9) == 81
+    assert timed.stretches(9) == 98
 
 
 def test_another_phase_is_timed_anew() -> None:
@@ -495,12 +518,12 @@ def test_a_server_that_is_started_again_goes_on_with_what_was_measured() -> None
     bench.coordinator = Coordinator(restore(saved, 5000.0))
     bench.now = 5000.0
     course = bench.state.course
-    assert (course.schedule.period, course.why) == (81, "a round takes 0.1 s, a step 0.01 s")
+    assert (course.schedule.period, course.why) == (98, "a round takes 0.1 s, a step 0.01 s")
     bench.ask_all(*PAIR)  # nothing was granted: the next global round comes at once
     bench.complete_all(*PAIR)
-    assert course.schedule.period == 81
-    timed.round_s = 0.2
-    assert timed.stretches(4) == best_schedule(Exchange(20.0), 2)[0]
+    assert course.schedule.period == 98
+    timed.round_s = 0.4
+    assert timed.stretches(4) == best_schedule(Exchange(40.0), 2)[0]
 
 
 # -- the setting ---------------------------------------------------------------------------------------------------

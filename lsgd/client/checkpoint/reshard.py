@@ -1,7 +1,7 @@
 """Reshards a worker's checkpoint for another number of processes."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Resharding:
         self.state: dict[str, Any] = {}
         self._layout = layout
         self._parameters = dict(model.named_parameters())
+        self._groups = [_sizes(o.param_groups) for o in optimizers]
         named = {id(parameter): name for name, parameter in self._parameters.items()}
         stepped = [enumerate(p for g in o.param_groups for p in g["params"]) for o in optimizers]
         self._stepped = [{place: named[id(p)] for place, p in each if id(p) in named} for each in stepped]
@@ -43,9 +44,11 @@ class Resharding:
         """Add the next process's part, in order of rank.
 
         Raises:
-            ConfigError: an optimizer keeps something that is neither a number nor of its parameter's shape.
+            ConfigError: an optimizer keeps something that is neither a number nor of its parameter's shape, or its
+                groups have other parameters than those of the checkpoint.
         """
         if not self.state:
+            self._check_groups([_sizes(saved["param_groups"]) for saved in part["optimizers"]], path)
             self._begin(part, path)
         shapes = {name: part["model"][name].shape for name in self._parameters}
         for name in self._parameters:
@@ -62,6 +65,16 @@ class Resharding:
         for name, parameter in self._parameters.items():
             for dim, (length, whole) in enumerate(zip(shapes[name], parameter.shape, strict=True)):
                 self._starts[name][dim] += length if length != whole else 0
+
+    def _check_groups(self, saved: list[list[int]], path: Path) -> None:
+        for sizes, before in zip(self._groups, saved, strict=False):
+            if sizes != before:
+                raise ConfigError(
+                    f"the checkpoint {path} has an optimizer whose groups have {before} parameters, and here they have "
+                    f"{sizes}; lsgd.client.muon gives matrices with fewer rows or columns than an island has processes "
+                    f"to AdamW: give those with exclude=[...] to AdamW from the start, or continue with as many "
+                    f"processes as before (lsgd launch --processes-per-worker)"
+                )
 
     def _begin(self, part: dict[str, Any], path: Path) -> None:
         """Start from the first process's part, with room for the rest."""
@@ -113,6 +126,11 @@ class Resharding:
             into.append(slice(low - start, high - start))
             out.append(slice(low - source_start, high - source_start))
         target[tuple(into)] = source[tuple(out)]
+
+
+def _sizes(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the number of parameters in each of an optimizer's groups."""
+    return [len(group["params"]) for group in groups]
 
 
 def _length(value: Any) -> int:

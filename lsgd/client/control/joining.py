@@ -145,7 +145,7 @@ def join_run(
     """
     identity, channel = found.identity, found.channel
     interface = _interface(found.global_address)
-    join = replace(_introduction(model, identity, found.node, interface.address, load), step=step, muon=muon)
+    join = replace(_introduction(model, identity, found.node, interface.address, load), step=int(step), muon=muon)
     try:
         welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island.shards))
     except RunOverError as error:

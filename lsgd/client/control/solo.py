@@ -106,7 +106,10 @@ def _listens(address: str) -> bool:
 
 def _say(run: RunSettings) -> None:
     number = f" (its plan's workers = {run.workers} is ignored)" if run.workers > 1 else ""
-    end = "; its plan has no iterations or seconds, so it ends with its loop or Ctrl-C: LSGD_ITERATIONS=N sets an end"
+    end = (
+        "; its plan has no iterations or seconds, so it ends with its loop, or by Ctrl-C without saving: "
+        "LSGD_ITERATIONS=N sets an end"
+    )
     logger.warning(
         "no server found: this script runs alone, as one worker%s; to run with others: %s%s",
         *(number, launch_line(), "" if run.iterations or run.seconds else end),

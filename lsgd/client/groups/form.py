@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 
+from lsgd.client.control.closing import on_error
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Members, Traffic, WorkerGroup
 from lsgd.client.groups.composed_group import ComposedGroup
@@ -41,9 +42,9 @@ def form(generation: Generation, membership: Membership, traffic: Traffic | None
     mesh = _mesh(generation, membership, store, members, store.end if inside is None else inside.cut)
     if len(members.names) > 1:
         try:
-            mesh.gather()
+            with on_error(mesh.close):
+                mesh.gather()
         except (ExchangeError, OSError) as error:
-            mesh.close()
             raise ExchangeError(f"the members of generation {generation.number} do not meet: {error}") from error
     between = TcpGroup(mesh, members, membership.plan.run.exchange_timeout_s, traffic)
     return ComposedGroup(members, inside, between) if generation.nccl_nodes else between

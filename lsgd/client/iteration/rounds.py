@@ -184,7 +184,7 @@ class Rounds:
             ExchangeError: it failed and was dropped; the model is as before.
         """
         active = self.active = self._ordered(order, redo=redo)
-        with self.stopwatch.spending("exchange"):
+        with self.stopwatch.spending("exchange"), self._dropped_on_errors(active):
             try:
                 group = self._enter(active)
                 if not redo:
@@ -203,6 +203,21 @@ class Rounds:
             except ExchangeError as error:
                 self._drop_all(error)
                 raise
+
+    @contextmanager
+    def _dropped_on_errors(self, active: ActiveRound) -> Iterator[None]:
+        """Drop a round that an error of the script's own ends inside, or Ctrl-C: the group is in the middle of it.
+
+        The script may handle the error, and then asks again.
+        """
+        try:
+            yield
+        except LsgdError:
+            raise
+        except BaseException as error:
+            if active.state not in (State.COMMITTED, State.DROPPED):
+                self.drop(type(error).__name__)
+            raise
 
     def _ordered(self, order: Round, *, redo: bool) -> ActiveRound:
         """Return a new round; in the middle of an iteration only the snapshot of its first round exists."""
@@ -336,7 +351,7 @@ class Rounds:
         assert active.group is not None
         parameters, order = self._replica.flat.buffers, active.order
         try:
-            with self.stopwatch.spending("exchange"):
+            with self.stopwatch.spending("exchange"), self._dropped_on_errors(active):
                 commit = self._replica.algorithm.after_backward(parameters, (), active.group, order)
                 self._commit(commit)
                 self._replica.flat.write_back()
@@ -420,6 +435,7 @@ class Rounds:
         self.committed, self.grants.lacking = order.id, self.active.lacking
         if order.scope == "global":
             self._count = order.count
+        self.entry.proceed()  # newcomers wait for what this member sends, not for its disk
         if order.checkpoint and not self.active.lacking:
             self._checkpoints.save(self.active.snapshot)
             self.active.snapshot = None  # it copies the model and all states
@@ -429,7 +445,6 @@ class Rounds:
         if order.scope == "global":
             done, self._transfer_s = replace(done, transfer_s=self._transfer_s), 0.0
         self._channel.send(done)
-        self.entry.proceed()
 
     def _complete_gradients(self) -> None:
         """At the end of a backward pass, wait for the exchange; if it failed, exchange the gradients again."""
