@@ -103,8 +103,9 @@ class Ledger:
 
     def set_aside(self, stragglers: list[Member]) -> None:
         """Keep the grants of stragglers; after a restart at least one each, plus once what was unheard before it."""
-        for member in stragglers:
-            member.granted = max(self.unheard > 0, member.granted)
+        if self.unheard:
+            for member in stragglers:
+                member.granted = max(1, member.granted)
         stragglers[0].granted += self.unheard
         self.unheard = 0
 
