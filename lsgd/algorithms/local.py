@@ -238,6 +238,8 @@ class LocalSGD(Delayed):
         self._members: tuple[str, ...] = ()
         self._outliers = Outliers()
         self._gives_up = ""
+        self._steps = 0
+        self._taken_at = [0 for _ in self._fragments]
 
     @property
     def velocity(self) -> list[Tensor]:
@@ -275,7 +277,7 @@ class LocalSGD(Delayed):
         if order is None:
             return None
         finite, counts = self.is_finite(parameters), group.rank not in self._new(order)
-        fragment = order.exchanges % len(self._fragments)
+        fragment, now = order.exchanges % len(self._fragments), self._steps
         changes: list[Tensor] = []
         models = list(self._parts(fragment, parameters, self.common))
         for x, c in models:
@@ -301,13 +303,19 @@ class LocalSGD(Delayed):
                 if self._judges(group) and counts and not self.settings.per_contributor:  # else the sum is unknown
                     beside = zero_unless(finite, self._beside(models, means, changes, fragment, group, sends=sends))
                 squared = _squared(piece for mean in means for _, piece in mean())
-                sums = torch.stack([own, squared, *beside, torch.full_like(own, self._outliers.usual)])
+                alone = (self._outliers.usual, now - self._taken_at[fragment])
+                sums = torch.stack([own, squared, *beside, *(torch.full_like(own, each) for each in alone)])
                 gathered = [torch.empty_like(sums) for _ in range(group.size)]
                 group.all_gather(gathered, sums).wait()
                 measured[:] = gathered
 
-        land = partial(self._land_mean, group, order, models, means, measured, None if delay else finite)
+        land = partial(self._land_mean, group, order, models, means, measured, now, None if delay else finite)
         return self._begin(transfer, land, parameters, delay)
+
+    def after_step(self, parameters: Flat) -> Commit | None:
+        """Count the step, and land the transfer that began ``delay`` steps ago."""
+        self._steps += 1
+        return super().after_step(parameters)
 
     def _judges(self, group: Group) -> bool:
         """Whether members judge each other's changes."""
@@ -392,13 +400,15 @@ class LocalSGD(Delayed):
         models: Sequence[tuple[Tensor, ...]],
         means: Sequence[Mean],
         measured: Sequence[float | Tensor],
+        now: int,
         finite: Tensor | None,
         parameters: Flat,
     ) -> Commit:
         """Return the commit of a round whose mean change has arrived.
 
-        ``finite`` says whether the model was so in the round; None: it has trained since, with a delay. The sums over
-        a worker's processes have the length that is usual once for each of them: the 1.0 counts ``parts``.
+        ``now`` is the worker's step in the round. ``finite`` says whether the model was so; None: it has trained since,
+        with a delay. The sums over a worker's processes have the usual length and the steps once for each of them: the
+        1.0 counts ``parts``.
         """
         trained = finite is None
         if finite is None:
@@ -409,7 +419,7 @@ class LocalSGD(Delayed):
             if broken:
                 log.warning("round %d: this worker's model is not finite and is replaced by the common one", order.id)
             rows = (measured[start : start + SUMS] for start in range(0, len(measured), SUMS))
-            sums = [(*lengths, usual / parts) for *lengths, usual in rows]
+            sums = [(*lengths, usual / parts, steps / parts) for *lengths, usual, steps in rows]
             scale = self._scale(sums, self._left_out(group, order))
             found = self._outliers.judge(sums, self._kinds(group)) if self._judges(group) else {}
             self._report(found, group, order)
@@ -420,6 +430,7 @@ class LocalSGD(Delayed):
                 self._outer_step(fragment, means, scale)
             if spoilt or broken or not found:
                 self._take_common(fragment, parameters, models, whole=bool(broken), trained=trained)
+                self._taken_at[fragment] = now
 
         return Commit(change, (~finite, ~_is_finite(means, measured), 1.0, *measured))
 

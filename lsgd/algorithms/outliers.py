@@ -11,7 +11,7 @@ FEWEST = 3
 """With fewer members nobody can say which one is wrong."""
 
 LENGTH_TIMES = 10.0
-"""A change is an outlier if it is more than so many times as long as usual."""
+"""A change is an outlier if it is more than so many times as long as usual, for one of so many steps."""
 
 USUAL_DECAY = 0.99
 """Factor in each round of what is usual: once a task is learned, the median change says little of what is too long."""
@@ -22,7 +22,7 @@ AGREEMENT, CLEAR = 0.2, 0.1
 STRIKES, PATIENCE = 3, 32
 """A member is left out that was an outlier so often in a row, or once by its length; and with so many it gives up."""
 
-SUMS = 5
+SUMS = 6
 """Numbers that each member sends in a round: see :meth:`Outliers.judge`."""
 
 
@@ -33,8 +33,9 @@ class Outliers:
     members train on like data, agreements are much alike in a round, and lie between 0.15 and 0.98 in the tasks of
     benchmarks/convergence. A flipped sign makes its member's negative, and noise makes it 0. Lengths of changes differ
     by less than a factor of two there. Once all samples are learned, most changes are next to nothing and one hard
-    sample makes a long one. So a length is compared with the greatest median of the last rounds. EDiT
-    (arXiv 2412.07210, section 3.3) has the rule for lengths, with a member's own history in place of the others'.
+    sample makes a long one. So a length is compared with the greatest median of the last rounds. A member that has made
+    more steps than most may have a change as many times as long. EDiT (arXiv 2412.07210, section 3.3) has the rule for
+    lengths, with a member's own history in place of the others'.
 
     Each time that a member is an outlier it gets a strike, and each time that it is none it loses one. After three
     strikes it is left out, until it has none. The round that has found it changes nothing: all train on, and the next
@@ -58,8 +59,8 @@ class Outliers:
 
         Args:
             sums: for each rank the squared length of its change, that of the mean, the product of its change and the
-                sum that the others have sent, that sum's squared length, and the length that it knows as usual
-                (newcomers: 0). A member without a change has zeros, which say nothing.
+                sum that the others have sent, that sum's squared length, the length that it knows as usual (newcomers:
+                0), and its steps since the last change. A member without a change has zeros, which say nothing.
             kinds: for each rank a number, the same for those whose agreements can be compared; by default all can.
         """
         found = {}
@@ -90,16 +91,18 @@ class Outliers:
         if min(len(lengths), len(judges) + 1) < FEWEST or not all(math.isfinite(x) for each in sums for x in each):
             return {}
         agreements = {rank: _agreement(sums[rank]) for rank in lengths}
-        known = statistics.median([usual for *_, usual in sums if usual > 0] or [0.0])
+        known = statistics.median([usual for *_, usual, _ in sums if usual > 0] or [0.0])
         self.usual = max(USUAL_DECAY * known, statistics.median(lengths[rank] for rank in judges))
+        steps = max(1.0, statistics.median(sums[rank][-1] for rank in judges))
         told = {kind: [agreements[rank] for rank in judges if kinds[rank] == kind] for kind in kinds}
         numbers = Counter(kinds[rank] for rank in lengths)
         clear = {kind: statistics.median(each) for kind, each in told.items() if each and numbers[kind] >= FEWEST}
         found = {}
         for rank in lengths:
             agreement = clear.get(kinds[rank], 0.0)
-            if lengths[rank] > LENGTH_TIMES * self.usual:
-                found[rank] = STRIKES, f"its length is {lengths[rank] / self.usual:.2g} times the usual one"
+            usual = self.usual * max(1.0, sums[rank][-1] / steps)
+            if lengths[rank] > LENGTH_TIMES * usual:
+                found[rank] = STRIKES, f"its length is {lengths[rank] / usual:.2g} times the usual one"
             elif agreement > CLEAR and agreements[rank] < AGREEMENT * agreement:
                 found[rank] = 1, f"its cosine with the others' is {agreements[rank]:.2f}, and usual is {agreement:.2f}"
         return found if 2 * len(found) < len(lengths) else {}
@@ -107,5 +110,5 @@ class Outliers:
 
 def _agreement(sums: Sequence[float]) -> float:
     """Return the cosine of a member's change and the sum of the others'."""
-    own, _, product, others, _ = sums
+    own, _, product, others, *_ = sums
     return product / math.sqrt(own * others) if others > 0 else 0.0

@@ -12,7 +12,7 @@ from torch import nn
 from lsgd.algorithms.local import LocalSettings, LocalSGD, SparseSettings
 from lsgd.algorithms.outliers import PATIENCE, STRIKES, Outliers
 from lsgd.errors import OutlierError
-from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
+from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, land, simulate
 
 from .training import make_round
 
@@ -21,17 +21,23 @@ T = TypeVar("T")
 SIZE, BAD, PERIOD = 4, 2, 4
 
 
-def measured(changes: torch.Tensor, left_out: set[int] | None = None, usual: float = 0.0) -> list[list[float]]:
-    """What members send whose changes are the rows, if those left out send zeros; all but one know what is usual."""
+def measured(
+    changes: torch.Tensor, left_out: set[int] | None = None, usual: float = 0.0, steps: float = 1.0
+) -> list[list[float]]:
+    """What members send whose changes are the rows, if those left out send zeros; all but one know what is usual.
+
+    All have made one step, but for one that has made as many as it says.
+    """
     changes = changes.double()
     sent = changes.clone()
     sent[sorted(left_out or ())] = 0.0
     mean = sent.mean(0)
     known = [0.0, *[usual] * (len(changes) - 1)]
+    made = [steps if rank == BAD else 1.0 for rank in range(len(changes))]
     *own, of_mean = (float(x.square().sum()) for x in (*changes, mean))
     others = sent.sum(0) - sent
     products, squares = (changes * others).sum(1).tolist(), others.square().sum(1).tolist()
-    return [[each, of_mean, *more] for each, *more in zip(own, products, squares, known, strict=True)]
+    return [[each, of_mean, *more] for each, *more in zip(own, products, squares, known, made, strict=True)]
 
 
 def changes(bad: float, noise: float = 1.0, seed: int = 0) -> torch.Tensor:
@@ -50,6 +56,11 @@ def test_a_long_change_is_left_out_at_once_and_counts_again_when_it_has_fitted_a
         assert outliers.left_out == {BAD}, again
         assert outliers.judge(measured(changes(1.0, seed=again), outliers.left_out)) == {}
     assert outliers.left_out == set()
+
+
+@pytest.mark.parametrize(("steps", "found"), [(1.0, [BAD]), (2.0, [BAD]), (4.0, [])])
+def test_a_change_of_many_steps_may_be_as_many_times_as_long(steps: float, found: list[int]) -> None:
+    assert list(Outliers().judge(measured(changes(30.0), steps=steps))) == found
 
 
 def test_of_three_one_is_left_out_until_it_fits() -> None:
@@ -95,7 +106,7 @@ def test_a_change_that_does_not_agree_is_left_out_after_three_rounds(bad: float)
     "rows",
     [
         changes(1.0),
-        changes(3.0),  # it has made three times as many steps
+        changes(3.0),
         changes(-1.0, noise=10.0),  # nobody agrees with anybody
         torch.tensor([[1.0, 0.0], [-1.0, 0.1], [0.0, 1.0], [0.1, -1.0]]),  # each has data of its own
         torch.tensor([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [-1.0, 0.0]]),  # who is right?
@@ -204,7 +215,7 @@ def test_one_that_was_started_again_has_lost_its_residuals_in_every_fragment() -
 @pytest.mark.parametrize(("divisor", "times"), [("members", 4 / 3), ("contributors", 1.0)])
 def test_the_mean_is_that_of_those_that_count(divisor: str, times: float) -> None:
     algorithm = SparseSettings(divisor=divisor).create([torch.zeros(4096)])
-    sums = [[1.0, 0.25, 1.0, 3.0, 0.0]] * SIZE
+    sums = [[1.0, 0.25, 1.0, 3.0, 0.0, 1.0]] * SIZE
     assert algorithm._scale(sums, ()) == 1.0
     assert algorithm._scale(sums, {BAD}) == pytest.approx(times)
 
@@ -229,6 +240,29 @@ def test_nodes_that_send_few_elements_are_compared_with_those_of_as_many_workers
         return left_out
 
     assert simulate(node_sizes, member) == [found] * sum(node_sizes)
+
+
+@pytest.mark.parametrize(("steps", "left_out"), [([1] * 6, {BAD}), ([30] * 6, set()), ([30] * 6 + [1] * 3, {BAD})])
+@pytest.mark.parametrize("settings", [{}, {"delay": 1}, {"fragments": 2}])
+def test_a_worker_with_more_steps_may_change_more(
+    settings: dict[str, int], steps: list[int], left_out: set[int]
+) -> None:
+    """Those that count were made since the last exchange."""
+
+    def member(group: SimulatedGroup) -> set[int]:
+        model = [torch.zeros(64)]
+        algorithm = LocalSettings(period=4, compression="none", **settings).create(model)  # type: ignore[arg-type]
+        algorithm.reset(model, group, make_round((1,) * SIZE))
+        for id, often in enumerate(steps, 1):
+            land(algorithm.before_forward(model, group, make_round((1,) * SIZE, id=id)))
+            for _ in range(often if group.rank == BAD else 1):
+                land(algorithm.after_step(model))
+            model[0] += 30 if group.rank == BAD else 1
+        land(algorithm.before_forward(model, group, make_round((1,) * SIZE, id=len(steps) + 1)))
+        land(algorithm.settle(model))
+        return algorithm._outliers.left_out
+
+    assert simulate((1,) * SIZE, member) == [left_out] * SIZE
 
 
 def test_a_worker_that_stays_wrong_ends_with_an_error_that_says_what_to_do() -> None:
