@@ -6,6 +6,7 @@ The layout without ``run-<run>`` is from an earlier lsgd.
 
 import errno
 import fcntl
+import json
 import os
 import socket
 import sqlite3
@@ -25,6 +26,9 @@ JOURNAL = "journal.sqlite"
 
 METRICS, RESULT, CURVE, CURVES = "metrics.jsonl", "result.json", "curve.png", "curves.csv"
 """What a run leaves in its folder: its rounds and its end (the global server writes both), a picture, and curves."""
+
+ENDED = ("finished", "stopped", "failed")
+"""The states that a launcher writes into the result at the end of a run."""
 
 LOOK_S = 1.0
 """How long to retry a taken lock, in seconds: :func:`find_live` briefly takes it to check it."""
@@ -130,7 +134,8 @@ def find_live(folder: Path) -> tuple[Path, str, bytes]:
     for path in (*inside(folder, "node*.lock"), *inside(folder, "*/node*.lock")):
         with suppress(OSError, ValueError), path.open() as file:
             status = os.fstat(file.fileno())
-            if status.st_uid == os.getuid() and _flock(file.fileno(), fcntl.LOCK_SH):
+            held = status.st_uid == os.getuid() and _flock(file.fileno(), fcntl.LOCK_SH)
+            if held and not has_ended(path.parent):
                 place = _served(file.read())
                 live.append((status.st_mtime_ns, path.parent, place.address, place.key))
     if not live:
@@ -139,6 +144,13 @@ def find_live(folder: Path) -> tuple[Path, str, bytes]:
             f"address of its global server (--connect HOST:PORT)"
         )
     return max(live)[1:]
+
+
+def has_ended(folder: Path) -> bool:
+    """Whether the run of a folder has ended; its launcher may still wait for a store."""
+    with suppress(OSError, ValueError, LookupError, TypeError):
+        return json.loads((folder / RESULT).read_text())["state"] in ENDED
+    return False
 
 
 def is_live(folder: Path) -> bool:

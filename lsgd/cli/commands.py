@@ -30,7 +30,7 @@ from lsgd.plan.options import plan_options
 from lsgd.protocol.keys import ALLOWED, OPERATOR, KeyRing, default_folder, node_name, token_path
 from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
 from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
-from lsgd.run_folder import CHECKPOINTS, find_run
+from lsgd.run_folder import CHECKPOINTS, ENDED, find_run
 from lsgd.run_folder import runs as runs_with_checkpoints
 from lsgd.settings import fields, shown, span
 from lsgd.store.objects import is_url
@@ -267,7 +267,7 @@ def _new_run_dir() -> Path:
 def _show_end(folder: Path, *, as_json: bool = False, healthy: bool = False, **_: Any) -> bool:
     """Show how the newest run in a folder ended; return False if there is none that has ended."""
     run = next(iter(runs.find_runs(folder)), {})
-    if healthy or run.get("state") not in runs.ENDED:
+    if healthy or run.get("state") not in ENDED:
         return False
     if as_json:
         click.echo(json.dumps(run))
@@ -354,7 +354,7 @@ def _pairs(context: click.Context, parameter: click.Parameter, changes: tuple[st
 @options.connect
 @click.argument("changes", metavar="NAME=VALUE...", nargs=-1, callback=_pairs, shell_complete=options.settings)
 def set_command(connect: str, keys: ConnectorKeys | None, changes: dict[str, str]) -> None:
-    """Change numeric settings of a running run, for all workers from the next global round; all changes or none.
+    """Change numbers and switches of a running run, for all workers from the next global round; all changes or none.
 
     The run's length (iterations, seconds) changes at once.
     """

@@ -37,7 +37,7 @@ from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.codecs import codec_of
 from lsgd.errors import ConfigError, ExchangeError
 from lsgd.node.place import Place, claim_port, resolve
-from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, node_name, token_path
+from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, is_there, node_name, token_path
 from lsgd.server.admission import different_versions
 
 MEET_WITHIN_S, CONNECT_WITHIN_S = 60.0, 5.0
@@ -149,7 +149,7 @@ class Doctor:
         path = token_path(name)
         if is_local(address):
             return
-        if not (os.environ.get(TOKEN_VARIABLE) or path.exists()):
+        if not (os.environ.get(TOKEN_VARIABLE) or is_there(path)):
             self._note("warn", f"there is no token of {name} yet: the launcher of node 0 makes it, or `lsgd keygen`")
             return
         try:

@@ -6,12 +6,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from lsgd.run_folder import RESULT, followed, inside, is_live
+from lsgd.run_folder import ENDED, RESULT, followed, inside, is_live
 from lsgd.watch.results import ended, read
 from lsgd.watch.terminal import duration
-
-ENDED = ("finished", "stopped", "failed")
-"""The states that a launcher writes at the end of a run."""
 
 _HEADER = ("run", "state", "algorithm", "iterations", "loss", "time", "started")
 _RIGHT = ("iterations", "loss", "time")

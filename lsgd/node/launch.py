@@ -45,6 +45,7 @@ from lsgd.protocol.keys import (
     connector_keys,
     default_folder,
     is_local,
+    is_there,
     node_name,
     parse_token,
     token_path,
@@ -314,14 +315,14 @@ def _access(settings: LaunchSettings, network: str) -> tuple[list[str], Connecto
         ]
         return ["--keys", str(folder)], parse_token(ring.token(name), f"the token of {name}"), lines
     path = token_path(name)
-    if not os.environ.get(TOKEN_VARIABLE) and not path.exists():
+    if not os.environ.get(TOKEN_VARIABLE) and not is_there(path):
         print(
             f"{LAUNCHER}this node needs a token: set LSGD_TOKEN, or share a folder of keys with node 0 (LSGD_KEYS). "
             f"Waiting {TOKEN_WITHIN_S:g} s for {path}",
             flush=True,
         )
         deadline_s = time.monotonic() + TOKEN_WITHIN_S
-        while not path.exists() and time.monotonic() < deadline_s:
+        while not is_there(path) and time.monotonic() < deadline_s:
             time.sleep(0.1)
     return [], connector_keys(network, None, name, insecure=False), []
 

@@ -227,7 +227,7 @@ def listener_keys(address: str, folder: Path | None, *, insecure: bool) -> KeyRi
         if is_local(address) or insecure:
             return None
         folder = default_folder()
-        if not (folder / SERVER_KEY).exists():
+        if not is_there(folder / SERVER_KEY):
             raise ConfigError(
                 f"other machines can reach {address}, and without keys any of them can join the run or end it; make "
                 f"keys with `lsgd keygen --nodes N`, or give --insecure if you trust everybody on the network"
@@ -250,7 +250,7 @@ def connector_keys(address: str, path: Path | None, name: str, *, insecure: bool
         if text := os.environ.get(TOKEN_VARIABLE):
             return _of(parse_token(text, f"the variable {TOKEN_VARIABLE}"), name)
         path = token_path(name)
-        if not path.exists():
+        if not is_there(path):
             raise ConfigError(
                 f"{address} is on the network, so a token is needed; make it on node 0 with `lsgd keygen`, copy the "
                 f"file {name}.token here and give --token FILE, or put its text into {TOKEN_VARIABLE} (or give "
@@ -277,6 +277,15 @@ def is_local(address: str) -> bool:
     except OSError:
         return False  # binding or connecting reports it with more detail
     return all(ipaddress.ip_address(str(info[4][0]).partition("%")[0]).is_loopback for info in found)
+
+
+def is_there(path: Path) -> bool:
+    """Return whether a file exists, or may: where this user may not look, reading it says so."""
+    try:
+        path.stat()
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError | NotADirectoryError)
+    return True
 
 
 def _text(key: bytes) -> str:

@@ -365,6 +365,9 @@ class GlobalDaemon:
 
     def _change(self, peer: bytes, changes: Mapping[str, str], now: float) -> None:
         """Change settings, and answer the operator who asked for it."""
+        if self._state.stopping:
+            self._send(peer, b"", Refused(f"the run is ending, so its settings stay: {self._state.stopping}"))
+            return
         try:
             self.coordinator.change(changes)
         except ConfigError as error:

@@ -125,6 +125,7 @@ def test_the_status_of_a_run_that_has_ended_is_its_end(tmp_path, monkeypatch):
         assert "finished: all 900" in CliRunner().invoke(main, ["status"]).stdout
         assert "finished" in CliRunner().invoke(main, ["runs"]).stdout
         assert CliRunner().invoke(main, ["status", "--healthy"]).exit_code == 1
+        assert "none of the runs that you launched is running" in CliRunner().invoke(main, ["stop"]).output
     refused = CliRunner().invoke(main, ["status", "--healthy"])
     assert refused.exit_code == 1 and "none of the runs that you launched is running" in refused.output
     assert CliRunner().invoke(main, ["stop"]).exit_code == 1
@@ -200,7 +201,7 @@ def test_the_table_of_members():
         ("period=automatic", "period = 'automatic' is not a whole number, or auto"),
         (
             "zzz=1",
-            "zzz is unknown; known: closing_share, delay, error_decay, growth_coefficient, iterations, ",
+            "zzz is unknown; known: closing_share, delay, drop_outliers, error_decay, growth_coefficient, iterations, ",
         ),
     ],
 )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lsgd.errors import ConfigError
 from lsgd.protocol.keys import (
+    SERVER_KEY,
     KeyRing,
     connector_keys,
     default_folder,
@@ -195,6 +196,17 @@ class TestWhereKeysAreNeeded:
             connector_keys(NETWORK, None, "node1", insecure=False),
         )
         assert made and own and made.secret == ring.secret and made.allowed(own.public) == "node1"
+
+    def test_what_cannot_be_looked_at_is_an_error_in_words(self) -> None:
+        """It may be there: in a folder of another user, say."""
+        ring = KeyRing.make(default_folder(), ["node1"])
+        for path in (token_path("node1"), ring.folder / SERVER_KEY):
+            path.unlink()
+            path.symlink_to(path)
+        with pytest.raises(ConfigError, match=r"node1\.token cannot be read: .*symbolic links"):
+            connector_keys(NETWORK, None, "node1", insecure=False)
+        with pytest.raises(ConfigError, match=r"cannot be read: .*symbolic links"):
+            listener_keys(NETWORK, None, insecure=False)
 
     def test_the_variable_comes_before_the_folder(self, ring, monkeypatch) -> None:
         monkeypatch.setenv("LSGD_TOKEN", ring.token("node1"))

@@ -253,6 +253,16 @@ def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(mon
     assert isinstance(answers(b"node0#2", beta)[0][1], NodeWelcome)
 
 
+def test_a_run_that_ends_keeps_its_settings(monkeypatch) -> None:
+    monkeypatch.setattr("lsgd.server.global_daemon.say", lambda text: None)
+    link = Answers()
+    daemon = GlobalDaemon(Coordinator(RunState(make_plan(), "run")), cast(Listener, link), watches_memory=False)
+    for now, order in enumerate((StopRun("enough"), ChangeSettings({"iterations": "9"}))):
+        link.arrived.append((b"operator", [encode(order)]))
+        daemon.turn(float(now))
+    assert link.sent[b"operator"][-1][1] == Refused("the run is ending, so its settings stay: enough")
+
+
 @pytest.mark.parametrize(("heard_for_s", "lasts_s"), [(0, 2.3), (6, 8.3), (60, 15.3)])
 def test_a_node_that_is_heard_is_told_of_the_end_until_it_is_silent(monkeypatch, heard_for_s, lasts_s) -> None:
     link, clock = Answers(), [100.0]
