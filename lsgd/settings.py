@@ -39,7 +39,7 @@ def setting(
 ) -> Any:
     """Declare a setting: its default, its meaning, its range (inclusive, within :data:`LARGEST`) or its choices.
 
-    A ``fixed`` setting cannot be changed during a run, because the format of what is sent depends on it. ``valid``
+    A ``fixed`` setting cannot be changed during a run, because what is sent or kept depends on it. ``valid``
     raises ConfigError for a wrong value, for rules that ``choices`` cannot express. ``auto``: a value outside the
     range, which is written :data:`AUTO` and leaves the choice to the servers or the worker; None: there is none.
     """
@@ -193,12 +193,12 @@ def same_form(one: Any, other: Any) -> bool:
 
 
 def changeable(cls: type) -> list[str]:
-    """Return the settings of a settings class that ``lsgd set`` can change during a run."""
-    return [n for n, spec in fields(cls).items() if _kind(spec) in (int, float) and not spec.metadata["fixed"]]
+    """Return the settings of a settings class that ``lsgd set`` can change during a run: numbers and switches."""
+    return [n for n, spec in fields(cls).items() if _kind(spec) is not str and not spec.metadata["fixed"]]
 
 
 def changed(settings: Any, changes: Mapping[str, str], others: Collection[str] = ()) -> Any:
-    """Return ``settings`` with these numeric ones changed, all or none, as ``lsgd set`` does during a run.
+    """Return ``settings`` with these changed, all or none, as ``lsgd set`` does during a run.
 
     Raises ConfigError if there is no such setting (``others`` are known elsewhere), it cannot be changed during a run,
     or a value is wrong.

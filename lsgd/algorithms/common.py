@@ -156,7 +156,7 @@ def best_schedule(
 
 def hierarchical() -> Any:
     """Declare whether the workers of a node average first."""
-    return setting(True, "average at full precision inside a node, then exchange between nodes only")
+    return setting(True, "average at full precision inside a node, then exchange between nodes only", fixed=True)
 
 
 @dataclass(frozen=True, kw_only=True)

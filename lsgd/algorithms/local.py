@@ -421,7 +421,11 @@ class LocalSGD(Delayed):
             rows = (measured[start : start + SUMS] for start in range(0, len(measured), SUMS))
             sums = [(*lengths, usual / parts, steps / parts) for *lengths, usual, steps in rows]
             scale = self._scale(sums, self._left_out(group, order))
-            found = self._outliers.judge(sums, self._kinds(group)) if self._judges(group) else {}
+            found: Mapping[int, str] = {}
+            if self._judges(group):
+                found = self._outliers.judge(sums, self._kinds(group))
+            else:  # a change of the setting forgives all
+                self._outliers = Outliers(self._outliers.usual)
             self._report(found, group, order)
             fragment = order.exchanges % len(self._fragments)
             if spoilt:  # on all members alike

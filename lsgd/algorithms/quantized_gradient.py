@@ -22,8 +22,8 @@ from lsgd.settings import setting
 class QuantizedGradientSettings(GradientSettings):
     """Base of the methods that exchange every gradient in few bits."""
 
-    average: bool = setting(True, "apply the mean of the gradients; false: their sum")
-    error_feedback: bool = setting(False, "add what rounding lost to the next gradient")
+    average: bool = setting(True, "apply the mean of the gradients; false: their sum", fixed=True)
+    error_feedback: bool = setting(False, "add what rounding lost to the next gradient", fixed=True)
     rounding: str = rounding("nearest")
     codec: str = codec("minmax8", "gradients")
     block: int = block()

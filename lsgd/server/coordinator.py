@@ -127,7 +127,7 @@ class Coordinator:
         endings.stop(self.state, Why.ORDERED(order=order or "an operator's order"))
 
     def change(self, changes: Mapping[str, str]) -> None:
-        """Change numeric settings, all or none: the run's length at once, the algorithm's from the next global round.
+        """Change settings, all or none: the run's length at once, the algorithm's from the next global round.
 
         Raises:
             ConfigError: there is no such setting, it cannot be changed in a run, or a value is wrong.

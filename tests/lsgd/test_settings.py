@@ -11,7 +11,7 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.algorithms.local import LocalSettings
 from lsgd.errors import ConfigError
 from lsgd.plan.run import RunSettings
-from lsgd.settings import AlgorithmSettings, changed, checked, fields, nearest, setting, span
+from lsgd.settings import AlgorithmSettings, changed, checked, fields, nearest, same_form, setting, span
 
 ALL = [RunSettings, *ALGORITHMS.values()]
 
@@ -200,6 +200,15 @@ def test_a_numeric_setting_is_changed_in_a_running_run() -> None:
     together = changed(settings, {"period": "20", "local_period": "10"})
     assert together == LeaderSettings(period=20, local_period=10)
     assert settings.period == 32
+
+
+def test_a_switch_is_changed_in_a_running_run_unless_what_is_kept_depends_on_it() -> None:
+    settings = LocalSettings()
+    other = changed(settings, {"drop_outliers": "false", "rescale": "no"})
+    assert (other.drop_outliers, other.rescale) == (False, False) and same_form(settings, other)
+    assert not same_form(settings, LocalSettings(hierarchical=False))
+    with pytest.raises(ConfigError, match=r"^hierarchical cannot be changed during a run"):
+        changed(settings, {"hierarchical": "false"})
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,13 @@ class Replica:
             self.algorithm = self._create(settings)
         self.algorithm.settings, self._text = settings, text
         resumed, self._resumed = self._resumed, None
-        if resumed is not None and same_form(resumed[0], settings):
+        if resumed is not None and not same_form(resumed[0], settings):
+            logger.warning(
+                "the checkpoint is of %s with other settings, so %s begins anew: what it has kept beside the model, "
+                "such as momentum or rounding residuals, is not taken over",
+                *(resumed[0].name, settings.name),
+            )
+        elif resumed is not None:
             device = self.flat.buffers[0].device
             moved = _pytree.tree_map_only(Tensor, lambda x: x.to(device), resumed[1])
             self.algorithm.load_state_dict(self.algorithm.state_dict() | moved)  # the checkpoint may lack some entries
