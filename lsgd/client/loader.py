@@ -154,10 +154,14 @@ class ShardLoader(DataLoader[Any]):
         sampler = self.sampler
         return {"place": list(sampler.dealt_for), "length": sampler.length, "state": self.state_dict()}
 
+    def fits(self, saved: dict[str, Any]) -> bool:
+        """Return whether a saved position is one in data of this length, dealt with this seed."""
+        return bool(saved["length"] == self.sampler.length and saved["state"]["seed"] == self.sampler.seed)
+
     def take_position(self, saved: dict[str, Any]) -> None:
         """Continue at a saved position; in a new epoch, if the shards have changed."""
         sampler, state = self.sampler, saved["state"]
-        if saved["length"] != sampler.length or state["seed"] != sampler.seed:
+        if not self.fits(saved):
             logger.warning("a loader is for other data than that of the checkpoint: it begins at the first epoch")
         elif tuple(saved["place"]) == sampler.place():
             self.load_state_dict(state)

@@ -168,10 +168,13 @@ class Part(IterableDataset[Any]):
         """Return what a checkpoint holds."""
         return {"place": list(self.place), "length": STREAM, "state": self.state_dict()}
 
+    def fits(self, saved: dict[str, Any]) -> bool:
+        """Return whether a saved position is one in a stream without a loader."""
+        return saved["length"] == STREAM and "drawn" in saved["state"]
+
     def take_position(self, saved: dict[str, Any]) -> None:
         """Continue at a saved position."""
-        if _is_of_stream(saved, "drawn"):
-            self.load_state_dict(saved["state"])
+        _continue(self, saved)
 
 
 class StreamLoader(DataLoader[Any]):
@@ -244,10 +247,13 @@ class StreamLoader(DataLoader[Any]):
         """Return what a checkpoint holds."""
         return {"place": list(self.part.place), "length": STREAM, "state": self.state_dict()}
 
+    def fits(self, saved: dict[str, Any]) -> bool:
+        """Return whether a saved position is one in a stream with a loader."""
+        return saved["length"] == STREAM and "samples" in saved["state"]
+
     def take_position(self, saved: dict[str, Any]) -> None:
         """Continue at a saved position."""
-        if _is_of_stream(saved, "samples"):
-            self.load_state_dict(saved["state"])
+        _continue(self, saved)
 
 
 def _state_of(stream: Any, drawn: int) -> dict[str, Any] | None:
@@ -257,12 +263,12 @@ def _state_of(stream: Any, drawn: int) -> dict[str, Any] | None:
     return stream.state_dict() if hasattr(stream, "load_state_dict") else None
 
 
-def _is_of_stream(saved: dict[str, Any], key: str) -> bool:
-    """Return whether a saved position is one in a stream, with this key; if not, warn."""
-    fits = saved["length"] == STREAM and key in saved["state"]
-    if not fits:
+def _continue(stream: Part | StreamLoader, saved: dict[str, Any]) -> None:
+    """Continue at a saved position; warn if it is one in other data."""
+    if stream.fits(saved):
+        stream.load_state_dict(saved["state"])
+    else:
         logger.warning("a stream is other data than that of the checkpoint: it begins at its first pass")
-    return fits
 
 
 # -- how streams are divided -----------------------------------------------------------------------------------

@@ -441,6 +441,20 @@ def test_a_loader_goes_on_where_it_was_if_the_shards_are_the_same(tmp_path: Path
     assert "a loader is for other data than that of the checkpoint" in caplog.text
 
 
+def test_loaders_that_are_made_anew_in_each_epoch_find_their_own_places(tmp_path: Path, caplog) -> None:
+    """At a checkpoint in the second one, the first epoch's loader for the tests is older than that for the training."""
+    model = nn.Linear(3, 2)
+    checkpoints = started(model, tmp_path)
+    tests, training = (checkpoints.attend(loader_of(length, (0, 1))) for length in (20, 40))
+    next(iter(training))
+    checkpoints.save(checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3))
+    again = Checkpoints(model, [], {}, None, tmp_path, Island())
+    again.load(WORKER, *describe(model))
+    found = [again.attend(loader_of(length, (0, 1))).state_dict()["consumed"] for length in (40, 20)]
+    assert found == [4, 0] and not caplog.messages
+    assert tests.state_dict()["consumed"] == 0
+
+
 def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     def draw() -> tuple[float, float, float]:
         return torch.rand(()).item(), random.random(), float(np.random.random())

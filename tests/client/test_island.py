@@ -88,6 +88,13 @@ def test_reports_may_wait_until_the_head_asks(asks) -> None:
         assert together(lambda rank: processes[rank].gather("lists", rank), range(3)) == [[0, 1, 2]] * 3
 
 
+@pytest.mark.parametrize(("replicas", "counted"), [(False, [6.0, 3.0]), (True, [2.0, 1.0])])
+def test_what_replicas_have_judged_alike_counts_once(replicas: bool, counted: list[float]) -> None:
+    """Else a worker of many processes has longer changes than one of a single process."""
+    with island(3, replicas=replicas) as processes:
+        assert together(lambda rank: processes[rank].vote([2.0, 1.0]), range(3)) == [counted] * 3
+
+
 def test_a_failure_in_one_process_fails_the_vote_of_all_once() -> None:
     with island(3) as processes:
         votes: list[list[float] | ExchangeError] = [[1.0, True], ExchangeError("it is cut"), [3.0, False]]

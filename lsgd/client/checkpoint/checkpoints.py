@@ -58,6 +58,10 @@ class Positioned(Protocol):
         """Return what a checkpoint holds; ``place`` is the rank and the world size of the shard."""
         ...
 
+    def fits(self, saved: dict[str, Any]) -> bool:
+        """Return whether a saved position is one in this data."""
+        ...
+
     def take_position(self, saved: dict[str, Any]) -> None:
         """Continue there."""
         ...
@@ -252,12 +256,16 @@ class Checkpoints:
         return {name: thing for name, thing in self._extra.items() if isinstance(thing, torch.amp.GradScaler)}
 
     def attend(self, loader: P) -> P:
-        """Save this loader's position from now on; continue at the position in the checkpoint."""
+        """Save this loader's position from now on; continue at the first position in the checkpoint that fits.
+
+        A script may make its loaders anew in each epoch, so that at a checkpoint the last to be made comes first.
+        """
         if any(each() is loader for each in self._loaders):
             return loader
         self._loaders.append(weakref.ref(loader))
         if self._positions:
-            loader.take_position(self._positions.pop(0))
+            fitting = (index for index, saved in enumerate(self._positions) if loader.fits(saved))
+            loader.take_position(self._positions.pop(next(fitting, 0)))
         if self._noted is not None:
             self._noted.append((self._loaders[-1], loader.position()))
         return loader

@@ -173,6 +173,8 @@ class Island:
     def vote(self, judged: Sequence[float] | ExchangeError) -> list[float]:
         """Return on all processes the sums of the numbers that each has judged, if its part of a round went well.
 
+        Replicas have each judged the same whole model, so of theirs these are the largest.
+
         A vote precedes each commit, so that all processes commit a round, or none. A process whose part has failed
         votes with the error once, which fails the vote of the others.
 
@@ -187,7 +189,8 @@ class Island:
             return []
         if reason := next((reason for _, reason in votes if reason), ""):
             raise ElsewhereError(f"it failed in another process of this worker: {reason}")
-        return [sum(each) for each in zip(*(numbers for numbers, _ in votes), strict=True)]
+        combine = max if self.replicas else sum
+        return [combine(each) for each in zip(*(numbers for numbers, _ in votes), strict=True)]
 
     def total_passed(self) -> tuple[int, int]:
         """Return on the head the bytes of all processes: its own now, those of others as of their last report."""

@@ -149,7 +149,7 @@ class RoundEntry:
         if anew:
             self._hand_over(group, order)
             self.replica.algorithm.reset(self.replica.flat.buffers, group, order)
-        elif self._following is not None and (followed or order.final):
+        elif self._following is not None and (followed or order.final or not self.replica.algorithm.can_be_followed):
             self._hand_over(group, order)
         return anew
 
