@@ -153,10 +153,10 @@ class Worker:
                 checkpoints.restarted = identity.restarted
                 muon = is_muon(optimizers)
                 membership = join_run(model, found, timeout_s, checkpoints.load, island, step, muon=muon)
-            checkpoints.start(membership.welcome.run)
-            flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
-            replica = Replica(membership, flat, model, optimizers, checkpoints, ddp)
-            return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
+                checkpoints.start(membership.welcome.run)
+                flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
+                replica = Replica(membership, flat, model, optimizers, checkpoints, ddp)
+                return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
 
     # -- what a training loop uses -----------------------------------------------------------------------------
 
@@ -193,9 +193,11 @@ class Worker:
     def first(self) -> bool:
         """Whether this worker saves for all: ``if worker.first: save()``.
 
-        It is true for exactly one worker, in all processes of its island, from the join on. Only if that worker is gone
-        for good when the run's last round makes the consensus, rank 0 of that round takes its place.
+        It is true for exactly one worker, in all processes of its island, from the join on. Only if that worker is not
+        there when the run's last round makes the consensus, rank 0 of that round takes its place.
         """
+        if self._steps.rounds.grants.late:
+            return False
         members = self._steps.rounds.final_members
         gone = bool(members) and self._membership.welcome.first not in members
         return members[0] == self.name if gone else self._membership.welcome.first == self.name
@@ -618,9 +620,9 @@ class Worker:
     def leave(self) -> bool:
         """Leave before the end of the run, after giving the others what this worker has learnt.
 
-        It takes part in the next global round. If all workers leave, that round computes the consensus, as at the end
-        of the plan. If others continue, the model stays as after that round. (Where gradients are exchanged, models
-        are identical after each iteration, so there is no such round.)
+        It takes part in the next global round, or in one of each fragment. If all workers leave, that round computes
+        the consensus, as at the end of the plan. If others continue, the model stays as after that round. (Where
+        gradients are exchanged, models are identical after each iteration, so there is no such round.)
 
         Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches(), and
         a NotTrainedError (exit code 78) if this worker has completed no iteration, though its optimizers have stepped.
@@ -643,7 +645,8 @@ class Worker:
 
         It raises as :meth:`batches` does. If the consensus is not finite, the process ends with exit code 65.
         """
-        self._steps.rounds.grants.wait_s = timeout_s
+        grants, reason = self._steps.rounds.grants, ""
+        grants.wait_s = timeout_s
         if self._open and not self.stopped:
             try:
                 self._steps.finish(waits=True)
@@ -651,7 +654,7 @@ class Worker:
                 raise
             except ExchangeError as error:
                 logger.error("%s leaves without the run's consensus: %s", self.name, error)
-        reason = "" if self.has_consensus else "it waited for the others for too long"
+                grants.stopped, reason = True, "it waited for the others for too long"
         if (broken := self._end_judged(reason=reason)) is not None:
             exit_for(broken, self.name)
         return self.has_consensus

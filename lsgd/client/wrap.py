@@ -106,13 +106,13 @@ class WrappedWorker(Worker):
 
     def at_exit(self, reason: str = LOOP_ENDED) -> None:
         """Say that the script has ended without :meth:`finish`, and leave: too early, for the launcher."""
-        if self._open and self.hooks.worker is not None:
+        if self._open and self.hooks.worker is not None and not self.has_consensus:
             logger.error(
                 "%s: the script ends after %d steps without worker.finish(), so its model is not the run's consensus, "
                 "and what it has saved is this worker's own: call worker.finish() after the loop, and save after it",
                 *(self.name, self.iterations),
             )
-        super().at_exit(reason)
+        super().at_exit("" if self.has_consensus else reason)
 
     def _end(self, *, failed: bool = False, reason: str = "") -> None:
         self.hooks.close()

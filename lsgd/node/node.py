@@ -18,8 +18,8 @@ from lsgd.protocol.processes import Orphans
 from lsgd.protocol.sockets import wait_for
 from lsgd.server.daemon import MOVED, TICK_S, Ending
 
-STOP_PATIENCE_S = 120.0
-"""How long a stopping run may take for its last round and for saving."""
+STOP_PATIENCE_S = 180.0
+"""How long a stopping run may take for its last round, which may wait for 120 s (``patience_s``), and for saving."""
 
 SAVE_PATIENCE_S = 30.0
 """How long workers may take to save when no server will answer them."""

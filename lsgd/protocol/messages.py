@@ -412,7 +412,7 @@ class StopRun:
 
 @dataclass(frozen=True, slots=True)
 class ChangeSettings:
-    """Change numeric settings by name, all or none; answered by :class:`Status` or :class:`Refused`."""
+    """Change settings by name, all or none; answered by :class:`Status` or :class:`Refused`."""
 
     changes: dict[str, str]
 
@@ -656,12 +656,14 @@ class Stop:
     """The end of the run: the final round, if the worker takes part in it, and no iteration.
 
     ``failed``: the worker gets no consensus, because rounds kept failing: it saves its state, and fails too.
+    ``late``: the others have made the last round without it, so its model is not the consensus.
     """
 
     seq: int
     round: Round | None
     reason: str
     failed: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

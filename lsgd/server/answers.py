@@ -38,8 +38,9 @@ def dismiss(state: RunState, member: Member) -> None:
         state.roster.move(member, MemberState.ENDED, state.failed)
         state.answer(member, Refused(state.failed))
         return
+    late = state.book.final and member.committed < state.book.next_id - 1
     failed = not member.leaving and (state.in_vain or member.state is MemberState.CUT)
-    _reply(state, member, Stop(member.seq, None, member.leaving or state.stopping, failed), MemberState.ENDED)
+    _reply(state, member, Stop(member.seq, None, member.leaving or state.stopping, failed, late), MemberState.ENDED)
 
 
 def repeat(state: RunState, member: Member) -> None:

@@ -17,7 +17,7 @@ EXCHANGE_STEPS = 10
 """Most steps of a round that members wait for, each with the deadline ``exchange_timeout_s``."""
 
 STALLED_PATIENCES = 10
-"""How long workers that have finished wait for others that do nothing, as a multiple of ``patience_s``."""
+"""How long workers that have finished, or leave, wait for others that do nothing, as a multiple of ``patience_s``."""
 
 
 def stop(state: RunState, reason: Reason) -> None:
@@ -193,13 +193,16 @@ def evict_stragglers(state: RunState) -> None:
 
 
 def end_stalled(state: RunState) -> None:
-    """Stop the run if those that have finished wait for others, and nothing has moved for long."""
+    """Stop the run if those that have finished, or leave, wait for others, and nothing has moved for long."""
     waited_s = STALLED_PATIENCES * state.patience_s
     if state.stopping or state.now - state.moved_at < waited_s:
         return
-    if state.roster.within(MemberState.FINISHED):
-        who = named(m for m in state.roster.members.values() if m.state is not MemberState.FINISHED)
-        stop(state, Why.STALLED(who=who, waited_s=waited_s, count=state.ledger.count))
+    roster = state.roster
+    waiting = roster.within(MemberState.FINISHED)
+    if not roster.within(MemberState.PAUSED):  # who leaves does not end a run in which the others evaluate
+        waiting += [m for m in roster.within(MemberState.HELD) if m.last and not m.call]
+    if waiting and (others := [m for m in roster.members.values() if m not in waiting]):
+        stop(state, Why.STALLED(who=named(others), waited_s=waited_s, count=state.ledger.count))
 
 
 def fail_stuck(state: RunState) -> None:

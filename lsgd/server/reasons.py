@@ -47,8 +47,7 @@ class Why(enum.Enum):
     )
     ALL_LEAVE = "all workers leave after {count} iterations"
     STALLED = (
-        "{who} did nothing for {waited_s:g} s, while all others had made the iterations of their own loops; "
-        "{count} iterations are done"
+        "{who} did nothing for {waited_s:g} s, while all others had ended their own loops; {count} iterations are done"
     )
     ALL_FINISHED = "all workers have made the steps of their own loops, {count} iterations"
     HOLDERS_LEAVE = "all workers that have the run's model leave after {count} iterations"

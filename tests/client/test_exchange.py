@@ -5,6 +5,7 @@ import math
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import date
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -30,7 +31,7 @@ from lsgd.errors import EvictedError, ExchangeError, LsgdError, ServerLostError
 from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan, table_of
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.messages import Done, Generation, Round
+from lsgd.protocol.messages import Done, Generation, Round, Stop
 from lsgd.run_folder import checkpoint_path, counts
 
 from ..integration.running import until
@@ -575,6 +576,18 @@ def test_another_algorithm_begins_when_what_is_under_way_has_come(switchboard, s
     assert same(*states(members))
 
 
+def test_a_delay_begins_when_what_is_under_way_has_come(switchboard, slow) -> None:
+    """A delayed transfer beside a newcomer's would go over the same connections."""
+    members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
+    train(members, 1.0)
+    changed = json.dumps(table_of(LocalSettings(period=4, delay=2)))
+    assert members.run(members.round(3, number=2, new=(2,), source=1, algorithm=changed)) == [None] * 3
+    assert not any(rounds.active.lacking for rounds in members.rounds)
+    assert together(lambda rank: [members.rounds[rank].after_step() for _ in range(2)], range(3)) == [[None] * 2] * 3
+    assert members.run(members.round(4, number=2)) == [None] * 3
+    assert same(*[r.algorithm.shared_state() for r in members.replicas])
+
+
 def test_in_a_round_its_own_transfer_is_told_and_between_rounds_what_newcomers_lack(
     switchboard, slow, monkeypatch
 ) -> None:
@@ -806,6 +819,27 @@ def test_the_servers_change_the_delay_from_round_to_round(switchboard) -> None:
     assert same(*[r.algorithm.shared_state() for r in members.replicas])
 
 
+def test_who_leaves_takes_part_in_a_round_of_each_fragment(switchboard) -> None:
+    settings = LocalSettings(period=4, fragments=2, compression="none", rescale=False)
+    members = Members(switchboard, 2, settings=settings)
+    members.run(members.round(new=(1,)))
+    train(members, 2.0, ranks=(0,))
+    leaver, ids = members.rounds[0], iter((2, 3, 4))
+    leaver.follow = lambda: leaver.carry_out(members.round(next(ids))) is None
+
+    def leave_or_stay(rank: int) -> None:
+        if rank:
+            for id in (2, 3):
+                members.rounds[rank].carry_out(members.round(id))
+        else:
+            leaver.finish(waits=False)
+
+    assert together(leave_or_stay, range(2)) == [None] * 2
+    assert next(ids) == 4
+    for model in members.models:  # 1, and half of the leaver's change, everywhere
+        assert all(bool((x == 2.0).all()) for x in model.linear.parameters())
+
+
 def test_who_leaves_waits_for_what_is_being_exchanged(switchboard) -> None:
     settings = LocalSettings(period=4, delay=2, compression="none", rescale=False, keep=1.0)
     members = Members(switchboard, 2, settings=settings)
@@ -858,6 +892,38 @@ def test_a_snapshot_is_saved_when_its_round_is_committed(switchboard, tmp_path) 
     # ... unless the run has gone on since.
     assert carry_out(3, 6, redo=True) == [5]
     assert carry_out(4, 7) == [5, 7]
+
+
+def test_a_run_that_ends_in_a_backward_pass_has_its_checkpoint_and_leaves_a_scaler_its_gradients(
+    switchboard, tmp_path
+) -> None:
+    """The optimizer's step drops them, and does not count."""
+    members = Members(switchboard, 2, settings=AllReduceSettings(), folder=tmp_path)
+    assert members.run(members.round()) == [None] * 2
+    for rounds in members.rounds:
+        rounds.entry._group.cut()
+    final, met = members.round(2, number=2, final=True, count=7, checkpoint=True), Barrier(2)
+
+    def step(rank: int) -> None:
+        rounds, model, optimizer = members.rounds[rank], members.models[rank], members.optimizers[rank]
+
+        def ends(redo: bool) -> bool:
+            met.wait()
+            rounds.carry_out(final, redo=redo)
+            return rounds.grants.take(Stop(2, final, "enough"))
+
+        rounds.follow = ends
+        optimizer.register_step_pre_hook(lambda *_: rounds.before_step(optimizer))
+        rounds.arm(begun=True)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(model.linear.weight.sum()).backward()
+        assert rounds.grants.stopped and not rounds.grants.granted
+        before = model.linear.weight.clone()
+        scaler.step(optimizer)
+        assert torch.equal(model.linear.weight, before) and rounds.active.skipped
+
+    assert together(step, range(2)) == [None] * 2
+    assert counts(tmp_path, "run", "node0/worker0") == counts(tmp_path, "run", "node0/worker1") == [7]
 
 
 def test_a_script_may_choose_where_its_new_tensors_are(switchboard, tmp_path) -> None:

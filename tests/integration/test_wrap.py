@@ -25,7 +25,7 @@ from lsgd.client.control.identity import Identity
 from lsgd.client.wrap import WrappedWorker, loss_in
 from lsgd.errors import ConfigError, EvictedError, JoinError, LsgdError
 from lsgd.flat import describe
-from lsgd.protocol.messages import LOOP_ENDED
+from lsgd.protocol.messages import LOOP_ENDED, StopRun
 from lsgd.run_folder import checkpoint_path, counts, runs
 
 from .test_steps import ALGORITHMS, BATCH, network
@@ -549,6 +549,40 @@ def test_a_script_without_finish_is_told_so(here, script, caplog) -> None:
     (message,) = caplog.messages
     assert "the script ends after 2 steps without worker.finish()" in message
     assert here.status()["members"][0]["reason"] == LOOP_ENDED, "by which the launcher knows that it left too early"
+
+
+def test_a_script_that_stops_after_the_end_of_the_run_needs_no_finish(cluster, monkeypatch, caplog) -> None:
+    join_here(cluster, monkeypatch, "--iterations", "2")
+    script = Script()
+    while not script.worker.stopped:
+        script.step()
+    with caplog.at_level(logging.ERROR, logger="lsgd"):
+        script.worker.at_exit()
+    assert script.worker.has_consensus and "without worker.finish()" not in caplog.text
+
+
+def test_the_first_worker_saves_nothing_if_the_others_have_made_the_last_round_without_it(cluster, caplog) -> None:
+    cluster.start("--workers", "2", "--algorithm", "local", "--period", "2", "--patience-s", "0.5")
+    away, over = Event(), Event()
+
+    def train(index: int, identity: Identity) -> tuple[bool, bool, bool]:
+        script = Script(identity=identity)
+        with script.worker as worker:
+            script.step(BATCH * (1 + index))
+            if index:
+                assert away.wait(60.0)
+                cluster.ask(StopRun("enough"))
+            else:
+                worker.pause()
+                away.set()
+                assert over.wait(60.0)
+            while not worker.stopped:
+                script.step(BATCH * (1 + index))
+            over.set()
+            return worker.has_consensus, worker.first, worker.is_head
+
+    assert in_threads(cluster, train) == [(False, False, True), (True, True, True)]
+    assert "the others have made the last round without node0/worker0: its model is its own" in caplog.text
 
 
 def test_errors_that_nothing_handles_set_the_exit_code(script, monkeypatch) -> None:

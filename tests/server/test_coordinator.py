@@ -1120,7 +1120,7 @@ def test_the_last_round_waits_a_while_for_who_pauses() -> None:
     bench.tick(1)
     assert bench.round("00").final
     bench.complete_all("00")
-    assert bench.ask("01", did=False)["01"] == [Stop(2, None, "enough")]
+    assert bench.ask("01", did=False)["01"] == [Stop(2, None, "enough", late=True)]
 
 
 def test_who_comes_back_in_time_takes_part_in_the_last_round() -> None:
@@ -1140,7 +1140,7 @@ def test_who_comes_during_the_last_round_is_sent_home_after_it() -> None:
     assert bench.round("00").final
     assert not bench.ask("01")
     bench.complete_all("00")
-    assert bench.got["01"] == [Stop(1, None, "enough")]
+    assert bench.got["01"] == [Stop(1, None, "enough", late=True)]
 
 
 def test_newcomers_take_part_in_the_last_round() -> None:

@@ -262,7 +262,7 @@ def test_the_last_round_is_tried_with_them_and_made_without_them() -> None:
     round = bench.round("00", "10")
     assert round.final
     bench.complete_all("00", "10")
-    assert bench.only("20") == Stop(2, None, "enough", failed=True)
+    assert bench.only("20") == Stop(2, None, "enough", failed=True, late=True)
     assert bench.state.closed and not bench.state.in_vain
 
 

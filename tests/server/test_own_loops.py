@@ -186,6 +186,21 @@ def test_a_worker_that_hangs_holds_up_the_end_for_a_while_only() -> None:
     assert bench.state.stopping.code == "stalled" and bench.round_of("00").final
 
 
+@pytest.mark.parametrize(("how", "ends"), [("hangs", True), ("pauses", False)])
+def test_one_that_hangs_before_another_ends_its_loop_is_waited_for_as_long(how: str, ends: bool) -> None:
+    """One that evaluates may take longer: who leaves does not end the run for it."""
+    bench = started("00", "01", patience_s=5.0)
+    if how == "pauses":
+        bench.pause("01")
+    bench.ask("00", last=True, steps=STEPS)
+    bench.tick(45.0)
+    assert bench.member("00").held and bench.state.stage == "running"
+    bench.tick(15.0)
+    assert (bench.state.stage == "stopping") == ends
+    if ends:
+        assert bench.state.stopping.code == "stalled" and bench.round_of("00").final
+
+
 def test_a_round_in_which_bytes_move_does_not_end_the_run_of_those_that_have_finished() -> None:
     bench = started("00", "01", "02", patience_s=5.0)
     finish(bench, "00", "01", "02")

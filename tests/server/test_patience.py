@@ -148,7 +148,19 @@ def test_the_limit_is_kept_with_an_iteration_that_is_out(how: str) -> None:
     assert bench.ledger.count == 7 + (how != "dies")
     bench.complete_all("00", "02")
     if how == "asks":
-        assert bench.only("01") == Stop(2, None, bench.state.stopping)
+        assert bench.only("01") == Stop(2, None, bench.state.stopping, late=True)
+
+
+def test_who_is_welcomed_and_has_not_asked_before_the_last_round_is_late() -> None:
+    """So the worker that saves for all does not overwrite the consensus with what it has begun with."""
+    bench = started("00", "01", iterations=8)
+    bench.leave("00", failed=True)
+    bench.join("00", incarnation=2)
+    bench.say(StopRun("enough"))
+    bench.ask("01")
+    bench.complete_all("01")
+    bench.ask("00")
+    assert bench.only("00") == Stop(1, None, "enough", late=True)
 
 
 def test_a_grant_that_comes_back_unused_is_granted_again() -> None:

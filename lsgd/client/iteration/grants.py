@@ -187,12 +187,13 @@ class GrantClient:
         met: answer to the last call that all workers make together; None while it waits.
         wait_s: longest wait for the end of the run once that loop is over; None: no limit.
         stopped: whether the run has ended, at least for this worker.
+        late: whether the others have made the last round without it.
         lacking: whether it lacked parts of the run's model in the last round that it has completed.
     """
 
     def __init__(self, membership: Membership, election: ElectionInput, stopwatch: Stopwatch) -> None:
         self.done = 0
-        self.granted = self.stopped = self.lacking = False
+        self.granted = self.stopped = self.late = self.lacking = False
         self.progress = ProgressEstimate(membership.plan.run, membership.welcome.world_size, lambda: self.done)
         self.middle, self.steps = 0.0, 0
         self.wait_s: float | None = None
@@ -260,8 +261,10 @@ class GrantClient:
     def take(self, answer: Go | Stop) -> bool:
         """Accept an answer whose round is done; return whether it grants an iteration, or the run has ended."""
         if isinstance(answer, Stop):
-            self.stopped = True
+            self.stopped, self.granted, self.late = True, False, answer.late
             logger.info("%s stops after %d iterations: %s", self._who[0], self.done, answer.reason)
+            if answer.late:
+                logger.warning("the others have made the last round without %s: its model is its own", self._who[0])
             return False
         self.granted = self._held.take(answer) or not self._island.is_head
         return self.granted
@@ -366,7 +369,7 @@ class GrantClient:
                 expected or answers,
                 what=f"{self._who[0]} waits for {self._awaited}",
                 silence_s=silence_s,
-                timeout_s=self.wait_s if self._finished else None,
+                timeout_s=self.wait_s if self._last else None,
             )
         return answer
 

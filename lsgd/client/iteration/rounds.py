@@ -146,16 +146,18 @@ class Rounds:
             self.grants.ask_ahead((self.committed, self.dropped))
 
     def finish(self, *, waits: bool) -> None:
-        """Carry out rounds up to the next global one, or with ``waits`` up to the run's last, without iterations."""
-        before, ends = self.committed, False
-        heard = self._replica.algorithm.settings.schedule().identical  # the others have what this worker has learned
+        """Carry out rounds without iterations until the others have what this worker has learned, or to the run's last.
+
+        They have it after a global round, or after one of each part of the model; ``waits``: take part in the last.
+        """
+        heard, ends = 0, False
         while not ends:
-            self.grants.want_only_round(finished=waits and heard)
+            schedule, before = self._replica.algorithm.settings.schedule(), self.committed
+            self.grants.want_only_round(finished=waits and (schedule.identical or heard >= schedule.parts))
             continues = self.follow()
             self.before_step()  # some algorithms exchange here
-            is_global = self.active is not None and self.active.order.scope == "global"
-            heard = heard or (is_global and self.committed > before)
-            ends = not continues or (is_global and self.committed > before and not waits)
+            heard += self.active is not None and self.active.order.scope == "global" and self.committed > before
+            ends = not continues or (heard >= schedule.parts and not waits)
         self.grants.stopped = True
         if not self.has_consensus:
             with self._replica.flat.current():
@@ -187,7 +189,7 @@ class Rounds:
         with self.stopwatch.spending("exchange"), self._dropped_on_errors(active):
             try:
                 group = self._enter(active)
-                if not redo:
+                if not redo or order.final:
                     self._checkpoints.restore_random()
                     saves = order.checkpoint and not active.lacking
                     active.snapshot = self._take(order.count) if saves else None
@@ -336,10 +338,10 @@ class Rounds:
         active = self.active
         if active is None:
             return
-        if not active.finite:
-            if not active.skipped:
-                logger.warning("%s: a member's gradient is non-finite; all members skip this step", self._who[0])
+        if not active.finite and not active.skipped:
+            logger.warning("%s: a member's gradient is non-finite; all members skip this step", self._who[0])
             active.skipped = True
+        if active.skipped:
             self._replica.drop_gradients(optimizer)
         if not active.pending:
             return
@@ -457,8 +459,8 @@ class Rounds:
                 logger.warning("round %d failed: %s; its gradients will be exchanged again", failed, error)
                 self._drop_all(error)
                 with self.saving():
-                    if not self.follow(redo=True):
-                        self._replica.drop_gradients()
+                    if not self.follow(redo=True):  # before_step drops the gradients: a GradScaler looks at them first
+                        self.active.skipped = True
             else:
                 self._complete()
 
