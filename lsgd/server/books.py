@@ -166,6 +166,7 @@ class RoundBook:
     Attributes:
         open: rounds that some members have not completed, by id.
         fresh: whether no round of the generation has been ordered yet.
+        averages: whether the next global round begins a phase, so that models which differ are averaged first.
         elections: the last rounds.
         unlisted: number of rounds without a line in the log.
     """
@@ -183,7 +184,7 @@ class RoundBook:
         self.failures, self.final = failures, final
         self.skipped, self.known = skipped, known
         self.open = {each.round.id: each for each in opened}
-        self.fresh = False
+        self.fresh = self.averages = False
         self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
         self._shares: deque[float] = deque(maxlen=PARTICIPATION_ROUNDS)
         self.unlisted = 0
@@ -266,7 +267,7 @@ class RoundBook:
         if not opened.waiting:
             del self.open[round_id]
             if opened.round.scope == "global":
-                self.failures = 0
+                self.failures, self.averages = 0, False
             if opened.round.checkpoint:
                 self._has_saved = True
                 self._saved_at, self._saved_at_s = opened.round.exchanges, now

@@ -127,6 +127,7 @@ def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] 
     course, before = state.course, (state.course.schedule, state.course.why)
     if stretch.number != course.number:
         _begin_phase(state, stretch.number, stretch.algorithm.name)
+        state.book.averages = not before[0].identical
     course.begin(stretch)
     for member in leaving:
         member.leaving = Why.GOES_ON()
@@ -235,7 +236,7 @@ def _new_round(
     """Return a round of ``members``, and its leader."""
     book, course, generation = state.book, state.course, state.roster.generation
     assert generation is not None
-    copies = course.schedule.identical and book.fresh
+    copies = course.schedule.identical and book.fresh and not final
     rule, lot = course.schedule.election, f"{state.run} {book.next_id}"
     leader, leaders, source, new = roles(members, queues, len(generation.nodes), copies=copies, rule=rule, lot=lot)
     order = Round(
@@ -252,6 +253,7 @@ def _new_round(
         count=state.ledger.count,
         checkpoint=final or (scope == "global" and book.checkpoint_due(state.plan.run, state.now)),
         probe=book.fresh and _doubts(state, members),
+        averaged=tuple(m.rank for m in members if m.synced) if book.averages and not final else (),
     )
     return order, leader
 

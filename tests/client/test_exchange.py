@@ -819,6 +819,23 @@ def test_the_servers_change_the_delay_from_round_to_round(switchboard) -> None:
     assert same(*[r.algorithm.shared_state() for r in members.replicas])
 
 
+@pytest.mark.parametrize("begins", [AllReduceSettings(), DiLoCoSettings(period=4), replace(LEADER, pull_global=0.1)])
+def test_a_phase_begins_with_the_mean_of_the_models_that_are_finite(switchboard, caplog, begins) -> None:
+    """By copying one of them, the others' last steps would be lost, and DiLoCo would take a step away from that one."""
+    members = Members(switchboard, 4, settings=LocalSettings(period=4))
+    members.run(members.round(new=(1, 2, 3)))
+    train(members, 2.0, ranks=(0,))
+    train(members, math.nan, ranks=(2,))
+    changed, copies = json.dumps(table_of(begins)), begins.schedule().identical
+    new = (1, 2, 3) if copies else (3,)
+    order = members.round(2, algorithm=changed, averaged=(0, 1, 2), new=new)
+    assert members.run(order) == [None] * 4
+    assert members.values("linear.weight") == [2.0] * 4  # of 3 and 1
+    if not copies:
+        assert members.run(members.round(3)) == [None] * 4
+        assert members.values("linear.weight") == [2.0] * 4
+
+
 def test_who_leaves_takes_part_in_a_round_of_each_fragment(switchboard) -> None:
     settings = LocalSettings(period=4, fragments=2, compression="none", rescale=False)
     members = Members(switchboard, 2, settings=settings)

@@ -10,6 +10,7 @@ import pytest
 from lsgd import __version__
 from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.algorithms.leader import LeaderSettings
+from lsgd.algorithms.local import LocalSettings
 from lsgd.errors import ConfigError
 from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
@@ -495,7 +496,7 @@ def test_a_phase_of_gradient_averaging_then_leader_sgd() -> None:
     bench.ask_all("00", "01")  # 4 are made: the fifth cannot be made by both
     assert bench.notes[0] == "phase 2: leader, from iteration 4 on"
     assert json.loads(bench.round("00", "01").algorithm) == {"name": "leader", **asdict(leader)}
-    assert bench.round("00", "01").new == ()
+    assert bench.round("00", "01").new == bench.round("00", "01").averaged == ()  # models are the same
     bench.complete_all("00", "01")
     bench.ask("00")
     assert bench.got["00"] == [Go(4, None, 0.0, "the run and the node have a token left")]
@@ -510,6 +511,37 @@ def test_a_phase_with_equal_models_begins_with_one_model() -> None:
     bench.ask("01", loss=0.1)
     round = bench.round("00", "01")
     assert (round.source, round.new, round.generation.number) == (1, (0,), 1)
+
+
+def test_a_phase_begins_with_the_mean_of_models_that_differ_until_a_round_has_it() -> None:
+    leader = LeaderSettings(period=2, local_period=2)
+    bench = Bench("00", "01", workers=2, plan=phased((LocalSettings(period=1), 2), (leader, 0)))
+    bench.ask_all("00", "01")
+    bench.complete_all("00", "01")
+    bench.join("02")
+    bench.ask_all("02", "00", "01")
+    first = bench.round("00", "01", "02")
+    assert (first.averaged, first.new) == ((0, 1), (2,))
+    bench.fail("00", first.id)
+    for place in ("00", "01", "02"):
+        bench.ask(place, same=True, dropped=first.id)
+    again = bench.round("00", "01", "02")
+    assert again.averaged == (0, 1) and again.id > first.id
+    bench.complete_all("00", "01", "02")
+    for _ in range(2):
+        bench.ask_all("00", "01", "02")
+    assert bench.round("00", "01", "02").averaged == ()
+
+
+def test_a_run_that_ends_as_a_phase_of_equal_models_begins_counts_all_models() -> None:
+    plan = phased((LocalSettings(period=1), 2), (AllReduceSettings(), 0), iterations=3)
+    bench = Bench("00", "01", plan=plan)
+    bench.ask_all("00", "01")
+    bench.complete_all("00", "01")
+    bench.ask_all("00", "01")
+    final = bench.round("00", "01")
+    assert final.final and json.loads(final.algorithm)["name"] == "allreduce"
+    assert (final.averaged, final.new) == ((), ())
 
 
 def test_a_changed_setting_counts_from_the_next_global_round_on() -> None:
@@ -1156,7 +1188,7 @@ def test_newcomers_take_part_in_the_last_round() -> None:
 def test_a_last_round_that_fails_is_made_again() -> None:
     bench = started("00", "01", "02")
     bench.coordinator.stop("enough")
-    bench.ask_all("00", "01", "02")
+    bench.ask_all("02", "00", "01")
     first = bench.round("00", "01", "02")
     bench.complete("00", first.id)
     bench.leave("00")

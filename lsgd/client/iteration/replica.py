@@ -361,6 +361,19 @@ class Replica:
 
         return Commit(change, (~finite, usable))
 
+    def average(self, group: WorkerGroup, order: Round, *, finite: bool) -> Commit:
+        """Return the commit that replaces every model by the average of the round's ``averaged`` members.
+
+        A model that is not ``finite``, or that the algorithm leaves out, does not contribute.
+
+        Raises:
+            ExchangeError: it failed.
+        """
+        own = [wide(x) for x in self.flat.buffers]
+        counted = _said_by_all(finite and group.rank in order.averaged and self.algorithm.counts, group)
+        means = means_of_members(own, group, counted) if any(counted) else own
+        return Commit(lambda *_: put(self.flat.buffers, means))
+
     def consensus(self, group: WorkerGroup, order: Round, *, finite: bool) -> Commit:
         """Return the commit that replaces every model by the average of all, or by the leader's.
 

@@ -136,15 +136,18 @@ class RoundEntry:
             return order
         return replace(order, generation=generation)
 
-    def begin(self, group: WorkerGroup, order: Round, *, fresh: bool) -> bool:
+    def meet(self) -> bool:
+        """Wait for what newcomers are sent beside the training; return whether this was the last of it."""
+        return self._following is not None and self._following.meet()
+
+    def begin(self, group: WorkerGroup, order: Round, *, fresh: bool, followed: bool) -> bool:
         """Take up the round's algorithm, and give newcomers the source's model; return whether it begins anew.
 
-        With a ``fresh`` group it always does.
+        With a ``fresh`` group it always does. ``followed`` is what :meth:`meet` said.
 
         Raises:
             ExchangeError: it failed; call :meth:`leave`.
         """
-        followed = self._following is not None and self._following.meet()
         anew = self.replica.take_up(order.algorithm) or fresh or not self._late.issuperset(order.new)
         if anew:
             self._hand_over(group, order)

@@ -238,7 +238,11 @@ class Rounds:
                 self._settle()
             active.group = group
             self._align(group, anew=fresh or bool(order.new))
-            anew = self.entry.begin(group, order, fresh=fresh)
+            followed = self.entry.meet()
+            if order.averaged:  # by the phase that ends: the one that begins may copy a model
+                self._look(active)
+                self._agree(replica.average(group, order, finite=not active.model_is_broken))
+            anew = self.entry.begin(group, order, fresh=fresh, followed=followed)
             if anew or order.new or order.final or not self._looks:
                 self._look(active)
             elif (finite := self._finite()) is not None:
