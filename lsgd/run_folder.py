@@ -135,7 +135,7 @@ def find_live(folder: Path) -> tuple[Path, str, bytes]:
         with suppress(OSError, ValueError), path.open() as file:
             status = os.fstat(file.fileno())
             held = status.st_uid == os.getuid() and _flock(file.fileno(), fcntl.LOCK_SH)
-            if held and not has_ended(path.parent):
+            if held and not _has_ended(path.parent, status.st_mtime_ns):
                 place = _served(file.read())
                 live.append((status.st_mtime_ns, path.parent, place.address, place.key))
     if not live:
@@ -146,10 +146,10 @@ def find_live(folder: Path) -> tuple[Path, str, bytes]:
     return max(live)[1:]
 
 
-def has_ended(folder: Path) -> bool:
-    """Whether the run of a folder has ended; its launcher may still wait for a store."""
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        return json.loads((folder / RESULT).read_text())["state"] in ENDED
+def _has_ended(folder: Path, launched_ns: int) -> bool:
+    """Whether the run that was launched in a folder then has ended; its launcher may still wait for a store."""
+    with suppress(OSError, ValueError, LookupError, TypeError), (folder / RESULT).open() as file:
+        return os.fstat(file.fileno()).st_mtime_ns >= launched_ns and json.load(file)["state"] in ENDED
     return False
 
 

@@ -516,13 +516,14 @@ class LocalSGD(Delayed):
         return not self.settings.schedule().delay
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the common model, the outer step's velocity, what rounding lost, and how long changes usually are."""
+        """Return the common model, the outer step's velocity, what rounding lost, and what is known of changes."""
         return {
             "common": self.common,
             "velocity": self.velocity,
             "feedback": [[each.state_dict() for each in fragment] for fragment in self._feedback],
             "members": list(self._members),
             "usual": self._outliers.usual,
+            "steps": [self._steps - taken_at for taken_at in self._taken_at],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -533,7 +534,8 @@ class LocalSGD(Delayed):
             for feedback, each in zip(fragment, saved, strict=True):
                 feedback.load_state_dict(each)
         self._members = tuple(state["members"])
-        self._outliers = Outliers(state.get("usual", 0.0))  # earlier checkpoints do not have it
+        self._outliers = Outliers(state.get("usual", 0.0))  # earlier checkpoints do not have it, nor the steps
+        self._taken_at = [self._steps - made for made in state.get("steps", self._taken_at)]
 
 
 def _begun_with(common: Tensor, dtype: torch.dtype) -> Tensor:

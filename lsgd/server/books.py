@@ -162,11 +162,11 @@ class RoundBook:
         final: whether the round that makes the consensus has been ordered.
         skipped: number of ids that are used for no round.
         known: id of the last round that the server knew when it took over.
+        averages: whether the next global round begins a phase, so that models which differ are averaged first.
 
     Attributes:
         open: rounds that some members have not completed, by id.
         fresh: whether no round of the generation has been ordered yet.
-        averages: whether the next global round begins a phase, so that models which differ are averaged first.
         elections: the last rounds.
         unlisted: number of rounds without a line in the log.
     """
@@ -179,12 +179,14 @@ class RoundBook:
         opened: Iterable[OpenRound] = (),
         skipped: int = 0,
         known: int = 0,
+        *,
+        averages: bool = False,
     ) -> None:
         self.ordered = dict(ordered or {"local": 0, "global": 0})
         self.failures, self.final = failures, final
-        self.skipped, self.known = skipped, known
+        self.skipped, self.known, self.averages = skipped, known, averages
         self.open = {each.round.id: each for each in opened}
-        self.fresh = self.averages = False
+        self.fresh = False
         self.elections: deque[RoundOrdered] = deque(maxlen=MAX_ELECTIONS)
         self._shares: deque[float] = deque(maxlen=PARTICIPATION_ROUNDS)
         self.unlisted = 0

@@ -237,7 +237,7 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Ru
     return state
 
 
-VERSION = 12
+VERSION = 13
 """Version of the format."""
 
 _KEPT = (
@@ -275,6 +275,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "rounds": book.ordered,
         "failures": book.failures,
         "final": book.final,
+        "averages": book.averages,
         "elapsed_s": None if state.started_at is None else now - state.started_at,
         "phase": course.number,
         "algorithm": table_of(course.algorithm),
@@ -349,7 +350,10 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
             {digest: members[worker] for digest, worker in saved["digests"].items()},
         ),
         ledger=Ledger(saved["count"], saved["base"], saved["unheard"]),
-        book=RoundBook(saved["rounds"], saved["failures"], saved["final"], opened, saved["skipped"], saved["known"]),
+        book=RoundBook(
+            *(saved["rounds"], saved["failures"], saved["final"], opened, saved["skipped"], saved["known"]),
+            averages=saved["averages"],
+        ),
         started_at=None if saved["elapsed_s"] is None else now - saved["elapsed_s"],
         ways=Ways(*saved["ways"]),
         first=saved["first"],

@@ -16,6 +16,7 @@ from lsgd.server.endings import call_back, close, fail, stop
 from lsgd.server.reasons import Why, number_of
 from lsgd.server.roster import Member, MemberState, NodeQueue, model_of, named
 from lsgd.server.state import RunState
+from lsgd.settings import same_form
 
 
 def serve(state: RunState, member: Member) -> None:
@@ -127,7 +128,8 @@ def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] 
     course, before = state.course, (state.course.schedule, state.course.why)
     if stretch.number != course.number:
         _begin_phase(state, stretch.number, stretch.algorithm.name)
-        state.book.averages = not before[0].identical
+        begins_anew = state.roster.generation is not None and not same_form(course.algorithm, stretch.algorithm)
+        state.book.averages |= begins_anew and not before[0].identical
     course.begin(stretch)
     for member in leaving:
         member.leaving = Why.GOES_ON()
@@ -237,6 +239,7 @@ def _new_round(
     book, course, generation = state.book, state.course, state.roster.generation
     assert generation is not None
     copies = course.schedule.identical and book.fresh and not final
+    averages = book.averages and scope == "global" and not final
     rule, lot = course.schedule.election, f"{state.run} {book.next_id}"
     leader, leaders, source, new = roles(members, queues, len(generation.nodes), copies=copies, rule=rule, lot=lot)
     order = Round(
@@ -253,7 +256,7 @@ def _new_round(
         count=state.ledger.count,
         checkpoint=final or (scope == "global" and book.checkpoint_due(state.plan.run, state.now)),
         probe=book.fresh and _doubts(state, members),
-        averaged=tuple(m.rank for m in members if m.synced) if book.averages and not final else (),
+        averaged=tuple(m.rank for m in members if m.synced) if averages else (),
     )
     return order, leader
 

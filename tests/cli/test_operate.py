@@ -122,6 +122,8 @@ def test_the_status_of_a_run_that_has_ended_is_its_end(tmp_path, monkeypatch):
     assert json.loads(CliRunner().invoke(main, ["status", "--json"]).stdout)["reason"] == result["reason"]
     monkeypatch.setattr("lsgd.watch.reader.ANSWER_WITHIN_S", 0.2)
     with claimed(folder, 0, "tcp://127.0.0.1:9"):  # its launcher waits until the store has all
+        assert find_live(Path("runs"))[0] == folder, "the result is that of the run before"
+        (folder / "result.json").write_text(json.dumps(result))
         assert "finished: all 900" in CliRunner().invoke(main, ["status"]).stdout
         assert "finished" in CliRunner().invoke(main, ["runs"]).stdout
         assert CliRunner().invoke(main, ["status", "--healthy"]).exit_code == 1

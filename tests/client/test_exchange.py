@@ -819,18 +819,24 @@ def test_the_servers_change_the_delay_from_round_to_round(switchboard) -> None:
     assert same(*[r.algorithm.shared_state() for r in members.replicas])
 
 
+@pytest.mark.parametrize("ends", [LocalSettings(period=4), DecentralizedSettings()])
 @pytest.mark.parametrize("begins", [AllReduceSettings(), DiLoCoSettings(period=4), replace(LEADER, pull_global=0.1)])
-def test_a_phase_begins_with_the_mean_of_the_models_that_are_finite(switchboard, caplog, begins) -> None:
+def test_a_phase_begins_with_the_mean_of_the_models_that_are_finite(switchboard, ends, begins) -> None:
     """By copying one of them, the others' last steps would be lost, and DiLoCo would take a step away from that one."""
-    members = Members(switchboard, 4, settings=LocalSettings(period=4))
+    members = Members(switchboard, 4, settings=ends)
     members.run(members.round(new=(1, 2, 3)))
+    if any(rounds.active.pending for rounds in members.rounds):
+        together(lambda rank: members.rounds[rank].before_step(), range(4))
     train(members, 2.0, ranks=(0,))
     train(members, math.nan, ranks=(2,))
+    members.optimizers[2].state[members.models[2].linear.weight]["momentum_buffer"] = torch.full((1,), math.nan)
     changed, copies = json.dumps(table_of(begins)), begins.schedule().identical
     new = (1, 2, 3) if copies else (3,)
     order = members.round(2, algorithm=changed, averaged=(0, 1, 2), new=new)
     assert members.run(order) == [None] * 4
     assert members.values("linear.weight") == [2.0] * 4  # of 3 and 1
+    state = members.optimizers[2].state[members.models[2].linear.weight]
+    assert not state or bool(state["momentum_buffer"].isfinite().all()), "it would break the model again"
     if not copies:
         assert members.run(members.round(3)) == [None] * 4
         assert members.values("linear.weight") == [2.0] * 4
@@ -925,7 +931,7 @@ def test_a_run_that_ends_in_a_backward_pass_has_its_checkpoint_and_leaves_a_scal
         rounds, model, optimizer = members.rounds[rank], members.models[rank], members.optimizers[rank]
 
         def ends(redo: bool) -> bool:
-            met.wait()
+            met.wait(60.0)
             rounds.carry_out(final, redo=redo)
             return rounds.grants.take(Stop(2, final, "enough"))
 

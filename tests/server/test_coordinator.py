@@ -533,6 +533,21 @@ def test_a_phase_begins_with_the_mean_of_models_that_differ_until_a_round_has_it
     assert bench.round("00", "01", "02").averaged == ()
 
 
+def test_only_the_first_global_round_of_a_phase_averages_and_none_that_changes_numbers_only() -> None:
+    leader = LeaderSettings(period=4, local_period=1)
+    phases = (LocalSettings(period=1), 4), (LocalSettings(period=2), 4), (leader, 0)
+    bench = Bench("00", "01", "10", "11", plan=phased(*phases, workers=4))
+    everybody, seen = ("00", "01", "10", "11"), []
+    for _ in range(3):
+        bench.ask_all(*everybody)
+        seen.append(bench.round(*everybody).averaged)
+        bench.complete_all(*everybody if len(seen) < 3 else everybody[:2])
+    assert seen == [(), (), (0, 1, 2, 3)]
+    bench.ask_all("00", "01")
+    local = bench.round("00", "01")
+    assert local.scope == "local" and local.averaged == () and bench.book.open
+
+
 def test_a_run_that_ends_as_a_phase_of_equal_models_begins_counts_all_models() -> None:
     plan = phased((LocalSettings(period=1), 2), (AllReduceSettings(), 0), iterations=3)
     bench = Bench("00", "01", plan=plan)

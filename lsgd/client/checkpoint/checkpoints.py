@@ -264,8 +264,8 @@ class Checkpoints:
             return loader
         self._loaders.append(weakref.ref(loader))
         if self._positions:
-            fitting = (index for index, saved in enumerate(self._positions) if loader.fits(saved))
-            loader.take_position(self._positions.pop(next(fitting, 0)))
+            fitting = [index for index, saved in enumerate(self._positions) if loader.fits(saved)]
+            loader.take_position(self._positions.pop(fitting[0]) if fitting else self._positions[0])  # or it warns
         if self._noted is not None:
             self._noted.append((self._loaders[-1], loader.position()))
         return loader

@@ -134,6 +134,7 @@ class Rounds:
                     logger.warning("round %d failed, the model is as before: %s; asking again", order.id, error)
                     continue
             if isinstance(answer, Stop) and answer.failed:
+                self.grants.late = answer.late
                 raise NoConsensusError(f"{self._who[0]} has no consensus at the end of the run: {answer.reason}")
             granted = self.grants.take(answer)
             if not (granted and self.grants.lacking):
@@ -150,14 +151,15 @@ class Rounds:
 
         They have it after a global round, or after one of each part of the model; ``waits``: take part in the last.
         """
-        heard, ends = 0, False
+        heard, ends = set[int](), False
         while not ends:
             schedule, before = self._replica.algorithm.settings.schedule(), self.committed
-            self.grants.want_only_round(finished=waits and (schedule.identical or heard >= schedule.parts))
+            self.grants.want_only_round(finished=waits and (schedule.identical or len(heard) >= schedule.parts))
             continues = self.follow()
             self.before_step()  # some algorithms exchange here
-            heard += self.active is not None and self.active.order.scope == "global" and self.committed > before
-            ends = not continues or (heard >= schedule.parts and not waits)
+            if self.active is not None and self.active.order.scope == "global" and self.committed > before:
+                heard.add(self.active.order.exchanges % schedule.parts)
+            ends = not continues or (len(heard) >= schedule.parts and not waits)
         self.grants.stopped = True
         if not self.has_consensus:
             with self._replica.flat.current():
@@ -242,6 +244,7 @@ class Rounds:
             if order.averaged:  # by the phase that ends: the one that begins may copy a model
                 self._look(active)
                 self._agree(replica.average(group, order, finite=not active.model_is_broken))
+                self._clear_if_broken(active)
             anew = self.entry.begin(group, order, fresh=fresh, followed=followed)
             if anew or order.new or order.final or not self._looks:
                 self._look(active)
@@ -250,9 +253,13 @@ class Rounds:
             active.to(State.ENTERED)
             if order.final:
                 self._agree(replica.consensus(group, order, finite=not active.model_is_broken))
-                if active.model_is_broken:
-                    clear(replica.optimizers)
+                self._clear_if_broken(active)
         return group
+
+    def _clear_if_broken(self, active: ActiveRound) -> None:
+        """Drop the optimizers' states if they would break the model again."""
+        if active.model_is_broken:
+            clear(self._replica.optimizers)
 
     def _land_before_leaving(self) -> None:
         """Land what the members of the last generation have exchanged, unless it has failed."""
