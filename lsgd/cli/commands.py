@@ -229,6 +229,7 @@ def launch_command(
         insecure,
         join_line,
         resumes,
+        resume_if_any,
         log_to=log_to,
         dashboard=dashboard,
         plain=plain,

@@ -120,6 +120,9 @@ class ShardSampler(Sampler[int]):
 class ShardLoader(DataLoader[Any]):
     """A DataLoader of this worker's shard, made by ``Worker.loader``; every yielded batch counts as consumed."""
 
+    is_sharded = True
+    """Whether lsgd has divided the data, so that nobody need compare what workers draw."""
+
     sampler: ShardSampler
 
     def __iter__(self) -> Any:
@@ -325,7 +328,7 @@ class FirstData:
     def of(self, loader: Iterable[T], world_size: int) -> Iterator[T]:
         """Return an iterator over a loader; at the first call, send the digest if lsgd does not shard the data."""
         source = iter(loader)
-        if self._tell is not None and not isinstance(loader, ShardLoader):
+        if self._tell is not None and not getattr(loader, "is_sharded", False):
             warn_if_unsharded(loader, world_size)
             first, source = peek(source)
             self.tell(first)

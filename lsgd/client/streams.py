@@ -47,6 +47,8 @@ class Part(IterableDataset[Any]):
         place: function that returns the current (rank, world size); in islands, of this process among all processes.
     """
 
+    is_sharded = True
+
     def __init__(self, stream: Iterable[Any], place: Callable[[], tuple[int, int]]) -> None:
         check_stream(stream)
         self._stream: Iterable[Any] = stream._stream if isinstance(stream, Part) else stream
@@ -186,6 +188,8 @@ class StreamLoader(DataLoader[Any]):
             their passes end together.
         options: DataLoader's.
     """
+
+    is_sharded = True
 
     def __init__(self, part: Part, agree: Callable[[bool], bool], options: dict[str, Any]) -> None:
         if taken := {"sampler", "batch_sampler"} & options.keys():

@@ -328,13 +328,13 @@ class Worker:
         Raises:
             ConfigError: it is neither, a dataset has fewer samples than workers, or a sampler has no length.
         """
+        self._data.is_sharded()
         if not isinstance(data, DataLoader):
             return self._checkpoints.attend(self._part(data))
         island = self._membership.island
         if is_stream(data.dataset):
             stream, agree = self._part(data.dataset), partial(_all_have_a_batch, island)
             return self._checkpoints.attend(StreamLoader(stream, agree, loaders.options_of(data)))
-        self._data.is_sharded()
         shard = loaders.shard_of(data, partial(_place, weakref.ref(self)), island.size)
         return self._deal(shard) if isinstance(shard, loaders.ShardLoader) else shard
 

@@ -2,7 +2,7 @@
 
 An iteration begins at the model's first forward pass in training mode with gradients, and ends when all optimizers have
 stepped. A round comes before the next such pass, after all that a script does between two iterations (an evaluation, an
-average of weights). Forward passes without gradients are an evaluation.
+average of weights). Forward passes in evaluation mode are an evaluation.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger("lsgd")
 T = TypeVar("T")
 
 EVALUATES_FROM = 2
-"""How many forward passes without gradients, one after the other, are an evaluation: one may be a teacher's."""
+"""How many forward passes in evaluation mode, one after the other, are an evaluation: one may be a teacher's."""
 
 COPY_EVALUATES_FROM = 10
 """How many of a copy of the model, such as a teacher that sees some views of each batch, or a mean of the weights."""
@@ -223,7 +223,7 @@ class _Hooks:
             worker.announce((args, kwargs))
             self._passes += 1
             self._mute(worker)
-        elif not self._inside:
+        elif not (self._inside or model.training):  # in training mode it belongs to the step, as for pseudo-labels
             self._evaluate(worker, own=True)
         self._buffers = clones(written_buffers(model)) if worker.stopped and trains else []
 

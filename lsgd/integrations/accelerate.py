@@ -110,7 +110,7 @@ class LsgdLoop(Integration):
 
     def batches(self) -> Iterator[Any]:
         """Yield the loader's batches, once, as :meth:`lsgd.client.Worker.batches`; it raises the same."""
-        yield from self.worker.batches(_Counted(self._loader, self._consume))
+        yield from self.worker.batches(_Counted(self._loader, self._consume, self._batch_size > 0))
 
     def report(self, loss: Tensor | float) -> None:
         """Report the loss of a batch, before it is divided by the number of micro-batches in a step."""
@@ -124,8 +124,8 @@ class LsgdLoop(Integration):
 class _Counted:
     """A loader that counts the batches it yields, but not those that accelerate prefetches."""
 
-    def __init__(self, loader: Any, consume: Callable[[], None]) -> None:
-        self._loader, self._consume = loader, consume
+    def __init__(self, loader: Any, consume: Callable[[], None], is_sharded: bool) -> None:
+        self._loader, self._consume, self.is_sharded = loader, consume, is_sharded
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -249,9 +249,12 @@ class ShardStream(EndlessSampler):
         self._indices = self._deal(self._consumed)
 
     def _begins_anew(self) -> bool:
-        """Go to a new epoch if the position that was loaded is in a shard of other data, or for another place."""
+        """Go to a new epoch if the position that was loaded is in a shard of other data, or of another number of them.
+
+        It may be another worker's, because one saves for all: in their shards all are about as far.
+        """
         (length, place), self._saved = self._saved or (self._shards.length, self._shards.place()), None
-        if length == self._shards.length and place == self._shards.place():
+        if length == self._shards.length and place[1] == self._shards.place()[1]:
             return False
         self._consumed, self._epoch = 0, self._epoch + 1 if length == self._shards.length else 0
         self._shards.epoch = self._epoch

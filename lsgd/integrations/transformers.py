@@ -189,6 +189,10 @@ class LsgdCallback(Integration, TrainerCallback):
         control.should_evaluate = args.eval_strategy != "no"
         control.should_save = args.save_strategy not in (SaveStrategy.NO, SaveStrategy.BEST)
 
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Let only one worker save, also if another callback has asked for that in view of the metrics."""
+        control.should_save &= args.save_strategy != SaveStrategy.NO
+
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, Any], **_: Any
     ) -> None:

@@ -88,6 +88,7 @@ class LaunchSettings:
         join_line: command that starts another node, to print; NODE stands for its index.
         resume: whether to continue from the checkpoints in ``run_dir``, with the plan there if no other is given; on
             node 0 without any, from the journal there.
+        resume_if_any: whether the command line asks for that if there is anything to continue from.
         log_to: loggers that write the run's curves, on node 0.
         dashboard: port of the run's page, on node 0; 0: any; None: no page.
         plain: whether to print lines only, even on a terminal.
@@ -105,6 +106,7 @@ class LaunchSettings:
     insecure: bool = False
     join_line: str = ""
     resume: bool = False
+    resume_if_any: bool = False
     log_to: tuple[str, ...] = ()
     dashboard: int | None = None
     plain: bool = False
@@ -151,7 +153,8 @@ def launch(settings: LaunchSettings) -> int:
             )
         check(settings.log_to)
     if settings.store:
-        storing.check(settings.store, new=place.node == 0 and not settings.resume)
+        anew = place.node == 0 and not (settings.resume or settings.resume_if_any)  # a store may lack node 0's only
+        storing.check(settings.store, new=anew)
     arguments, keys, lines = _access(settings, network)
     servers = _shared_servers(settings, network, arguments) if place.node == 0 else {}
     followed = run_folder.followed(settings.run_dir, place.node) if place.node else None

@@ -164,6 +164,18 @@ def test_data_that_has_ended_for_good_is_an_error_and_not_an_endless_loop() -> N
         list(data.of(once, 1))
 
 
+@pytest.mark.parametrize(("data", "compared"), [(part, False), (loader, False), (lambda stream: stream, True)])
+def test_what_lsgd_has_divided_is_not_compared(data, compared: bool) -> None:
+    """A newcomer that takes the place of another draws what that one has drawn."""
+
+    class Tensors:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter([torch.ones(2), torch.zeros(2)])
+
+    told: list[str] = []
+    assert list(FirstData(told.append).of(data(Tensors()), 2)) and bool(told) == compared
+
+
 # -- the place in a stream --------------------------------------------------------------------------------------
 
 

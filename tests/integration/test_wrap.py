@@ -171,6 +171,17 @@ def test_a_round_that_the_script_interrupts_is_made_anew(cluster) -> None:
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_passes_without_gradients_in_training_mode_are_no_evaluation(script) -> None:
+    """As those that make pseudo-labels of some views of each batch: without this worker, the others' rounds lack it."""
+    for _ in range(3):
+        with torch.no_grad():
+            for view in (BATCH, 2 * BATCH, 3 * BATCH):
+                script.model(view)
+        assert script.state() == "live" or not script.worker.iterations
+        script.step()
+    assert script.worker.iterations == 3
+
+
 def test_after_a_mean_comes_another_evaluation(script) -> None:
     script.step()
     script.evaluate()

@@ -68,6 +68,15 @@ def test_another_number_of_workers_or_other_data_begins_a_new_epoch(size, length
     assert f"the data is dealt again, from epoch {epoch} on" in caplog.text
 
 
+def test_a_worker_goes_on_in_its_own_shard_where_the_one_that_saved_was(caplog) -> None:
+    first, again = stream(), stream(rank=1)
+    drawn = list(first)
+    first.consume(6)
+    again.load_state_dict(first.state_dict())
+    rest = list(again)[:4]
+    assert rest == list(stream(rank=1))[6:10] and not {*rest} & {*drawn[:10]} and not caplog.messages
+
+
 def deal(sampler: Sampler[int], dataset: Dataset[int], size: int = 2) -> tuple[list[list[int]], Integration]:
     """Return what each of ``size`` workers draws in a pass through a trainer, and the last one's integration."""
     drawn = []

@@ -636,6 +636,7 @@ def test_the_launcher_fetches_first_and_tells_the_other_nodes(
     assert again.replace("URL", url) in invoke("--store", url, *options)
     (settings,) = launched
     assert (settings.resume, settings.store, settings.run_dir) == (resumes, url, tmp_path / folder)
+    assert settings.resume_if_any == ("--resume-if-any" in options)
     assert len(list((tmp_path / folder).rglob("*.safetensors"))) == resumes
     assert f"--resume {url} --store {other}" in invoke("--resume", url, "--store", other)
     assert launched[-1].store == other
