@@ -114,6 +114,8 @@ class LsgdCallback(Integration, TrainerCallback):
         self._save_strategy = args.save_strategy
         state.is_world_process_zero = worker.first  # has the progress bar; later, that must not change
         say_who_ends(worker, state.max_steps, "max_steps, or num_train_epochs")
+        if not (worker.plan.run.iterations or worker.plan.run.seconds):
+            worker.steps = state.max_steps  # so one that is started again goes on where the others are
         if not isinstance(lr_scheduler, LambdaLR):
             logger.warning(
                 "%s: a %s follows this worker's own steps and not the run; the schedules that TrainingArguments "
@@ -158,6 +160,7 @@ class LsgdCallback(Integration, TrainerCallback):
             self._stop(control)
             return
         self._consume()
+        control.should_training_stop |= 0 < worker.steps <= worker.step + 1  # this one counts when it has ended
         if self._losses:
             worker.report(torch.stack(self._losses).sum() / (1 if self._summed else len(self._losses)))
             self._losses.clear()

@@ -165,6 +165,19 @@ def test_a_step_has_the_learning_rate_of_the_runs_progress(tmp_path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
+@pytest.mark.parametrize(("step", "stops"), [(38, False), (39, True)])
+def test_a_worker_that_was_started_again_ends_where_the_others_do(tmp_path, step: int, stops: bool) -> None:
+    """Its Trainer has made five steps of 40, and it was told to begin in the middle."""
+    transformers = pytest.importorskip("transformers")
+    integration = importlib.import_module(MODULE)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    callback, control = integration.LsgdCallback(), transformers.TrainerControl()
+    callback._worker = SimpleNamespace(steps=40, step=step, progress=0.9, end_step=lambda: True)
+    state = transformers.TrainerState(max_steps=40, global_step=5)
+    callback.on_step_end(arguments, state, control, lr_scheduler=None)
+    assert control.should_training_stop == stops
+
+
 def test_without_the_library_the_import_says_what_to_install(monkeypatch) -> None:
     monkeypatch.delitem(sys.modules, MODULE, raising=False)
     monkeypatch.setitem(sys.modules, "transformers", None)
