@@ -19,6 +19,7 @@ from lsgd.algorithms.base import clones
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client import loader as loaders
 from lsgd.client.control.joining import unwrapped
+from lsgd.client.control.replicas import bare
 from lsgd.client.iteration.steps import WARN_AFTER_STEPS, closure_in, with_closure
 from lsgd.client.worker import Worker, check_steps
 from lsgd.errors import ConfigError, LsgdError
@@ -212,7 +213,8 @@ class _Hooks:
         worker = self.worker
         if worker is None:
             return
-        trains = model.training and torch.is_grad_enabled()
+        training = bare(model).training  # eval() may have been called inside of DDP
+        trains = training and torch.is_grad_enabled()
         if model is not self._model:  # a copy of it, which has its hooks
             if not (trains or self._inside):
                 self._evaluate(worker, own=False)
@@ -223,9 +225,9 @@ class _Hooks:
             worker.announce((args, kwargs))
             self._passes += 1
             self._mute(worker)
-        elif not (self._inside or model.training):  # in training mode it belongs to the step, as for pseudo-labels
+        elif not (self._inside or training):  # in training mode it belongs to the step, as for pseudo-labels
             self._evaluate(worker, own=True)
-        self._buffers = clones(written_buffers(model)) if worker.stopped and trains else []
+        self._buffers = clones(written_buffers(model)) if worker.stopped and training else []
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if model is not self._model:

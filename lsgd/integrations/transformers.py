@@ -56,6 +56,7 @@ class LsgdCallback(Integration, TrainerCallback):
         self._losses: list[Tensor] = []  # of the step's micro-batches
         self._has_losses = False  # the model has returned one
         self._summed = False  # whether they add up to the step's loss
+        self._saves = True  # whether this is the worker that may save now
         self._hooks: list[Any] = []
         self._save_strategy = SaveStrategy.NO
 
@@ -113,9 +114,10 @@ class LsgdCallback(Integration, TrainerCallback):
         ]
         self._save_strategy = args.save_strategy
         state.is_world_process_zero = worker.first  # has the progress bar; later, that must not change
-        say_who_ends(worker, state.max_steps, "max_steps, or num_train_epochs")
         if not (worker.plan.run.iterations or worker.plan.run.seconds):
             worker.steps = state.max_steps  # so one that is started again goes on where the others are
+        begun = worker.step if worker.steps else 0
+        say_who_ends(worker, max(1, state.max_steps - begun), "max_steps, or num_train_epochs")
         if not isinstance(lr_scheduler, LambdaLR):
             logger.warning(
                 "%s: a %s follows this worker's own steps and not the run; the schedules that TrainingArguments "
@@ -193,8 +195,8 @@ class LsgdCallback(Integration, TrainerCallback):
         control.should_save = args.save_strategy not in (SaveStrategy.NO, SaveStrategy.BEST)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Let only one worker save, also if another callback has asked for that in view of the metrics."""
-        control.should_save &= args.save_strategy != SaveStrategy.NO
+        """Let only one worker save, also if a callback before this one has asked for that in view of the metrics."""
+        control.should_save &= self._saves
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, logs: dict[str, Any], **_: Any
@@ -237,7 +239,9 @@ class LsgdCallback(Integration, TrainerCallback):
     def _schedule(self, lr_scheduler: Any, state: TrainerState) -> None:
         """Set the learning rate by the run's progress, if the schedule is one that the Trainer has made."""
         if isinstance(lr_scheduler, LambdaLR):
-            share = max(self._joined.progress, state.global_step / state.max_steps)
+            worker = self._joined  # without a length in the plan, the run's progress falls when a fast worker leaves
+            done = worker.step / worker.steps if worker.steps else worker.progress
+            share = min(1.0, max(done, state.global_step / state.max_steps))
             if (step := round(share * state.max_steps)) != lr_scheduler.last_epoch:
                 lr_scheduler.last_epoch = step - 1
                 with warnings.catch_warnings():
@@ -261,6 +265,7 @@ class LsgdCallback(Integration, TrainerCallback):
 
     def _let_save(self, args: TrainingArguments, saves: bool) -> None:
         """Allow or prevent saving until the next step; the Trainer also checks this after an evaluation."""
+        self._saves = saves
         args.save_strategy = self._save_strategy if saves else SaveStrategy.NO
 
     def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:

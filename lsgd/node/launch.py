@@ -153,8 +153,8 @@ def launch(settings: LaunchSettings) -> int:
             )
         check(settings.log_to)
     if settings.store:
-        anew = place.node == 0 and not (settings.resume or settings.resume_if_any)  # a store may lack node 0's only
-        storing.check(settings.store, new=anew)
+        new, of = place.node == 0 and not settings.resume, 0 if settings.resume_if_any else None  # others' may be used
+        storing.check(settings.store, new=new, node=of)
     arguments, keys, lines = _access(settings, network)
     servers = _shared_servers(settings, network, arguments) if place.node == 0 else {}
     followed = run_folder.followed(settings.run_dir, place.node) if place.node else None

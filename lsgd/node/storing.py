@@ -52,15 +52,17 @@ def bring(url: str, folder: Path, node: int, *, required: bool) -> bool:
     return found
 
 
-def check(url: str, *, new: bool) -> None:
+def check(url: str, *, new: bool, node: int | None = None) -> None:
     """Check before a run that its store can be written, and that a ``new`` run finds no other run's checkpoints there.
+
+    ``node``: whose checkpoints those would be; None: any node's.
 
     Raises:
         ConfigError: it cannot, or it finds some.
     """
     store = Store(url)
     check_writable(store)
-    if new and _patiently(lambda: has_checkpoints(store)):
+    if new and _patiently(lambda: has_checkpoints(store, node)):
         raise ConfigError(
             f"{store.url} has the checkpoints of an earlier run: resume it with --resume {store.url}, or give this run "
             f"another store"

@@ -549,7 +549,7 @@ class Round:
         count: iterations of the run when the round was ordered; exact in global rounds.
         checkpoint: each member saves the state in which it enters this round or, if it is final, leaves it.
         probe: members without process groups first check whether all of them can reach each other.
-        averaged: ranks whose models are averaged before the round, because a phase begins: all take the mean.
+        averaged: ranks whose models are averaged before the round, because a phase begins anew: all take the mean.
     """
 
     id: int

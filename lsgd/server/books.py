@@ -162,7 +162,7 @@ class RoundBook:
         final: whether the round that makes the consensus has been ordered.
         skipped: number of ids that are used for no round.
         known: id of the last round that the server knew when it took over.
-        averages: whether the next global round begins a phase, so that models which differ are averaged first.
+        averages: whether the next global round begins a phase anew, so that models which differ are averaged first.
 
     Attributes:
         open: rounds that some members have not completed, by id.

@@ -90,9 +90,9 @@ def restore(
     return any(restored)
 
 
-def has_checkpoints(store: Store) -> bool:
-    """Whether any node has a complete checkpoint in the store."""
-    return bool(manifests.read_all(store))
+def has_checkpoints(store: Store, node: int | None = None) -> bool:
+    """Whether a node has a complete checkpoint in the store; None: any node."""
+    return bool(manifests.read_all(store, node))
 
 
 def check_writable(store: Store) -> None:

@@ -152,15 +152,19 @@ def test_an_evaluation_before_the_training_is_none_of_its_business(tmp_path) -> 
     assert logs == {"eval_loss": 1.0}
 
 
-def test_a_step_has_the_learning_rate_of_the_runs_progress(tmp_path) -> None:
-    """Also the first one of a worker that joins late, and the first one after an evaluation."""
+@pytest.mark.parametrize("place", [{"progress": 0.75, "steps": 0}, {"progress": 0.9, "steps": 40, "step": 30}])
+def test_a_step_has_the_learning_rate_of_the_runs_progress(tmp_path, place) -> None:
+    """Also the first one of a worker that joins late, and the first one after an evaluation.
+
+    Without a length in the plan, it is that of this worker's place: the run's progress falls when a fast one leaves.
+    """
     transformers = pytest.importorskip("transformers")
     integration = importlib.import_module(MODULE)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     callback, state = integration.LsgdCallback(), transformers.TrainerState(max_steps=100)
-    callback._worker = SimpleNamespace(begin_step=lambda: True, progress=0.75)
+    callback._worker = SimpleNamespace(begin_step=lambda: True, **place)
     callback.on_step_begin(arguments, state, transformers.TrainerControl(), model=None, lr_scheduler=schedule)
     assert optimizer.param_groups[0]["lr"] == 0.25
 
@@ -176,6 +180,17 @@ def test_a_worker_that_was_started_again_ends_where_the_others_do(tmp_path, step
     state = transformers.TrainerState(max_steps=40, global_step=5)
     callback.on_step_end(arguments, state, control, lr_scheduler=None)
     assert control.should_training_stop == stops
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_save_that_a_metric_asks_for_is_made_by_one_worker(tmp_path, saves: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True, save_strategy="no")
+    callback, control = importlib.import_module(MODULE).LsgdCallback(), transformers.TrainerControl()
+    callback._let_save(arguments, saves)
+    control.should_save = True
+    callback.on_evaluate(arguments, transformers.TrainerState(), control)
+    assert control.should_save == saves
 
 
 def test_without_the_library_the_import_says_what_to_install(monkeypatch) -> None:

@@ -584,6 +584,9 @@ def test_a_new_run_does_not_mix_with_an_earlier_one(machine, fresh, capsys) -> N
     machine.uploads_all()
     with pytest.raises(ConfigError, match="has the checkpoints of an earlier run: resume it with --resume memory://"):
         storing.check(machine.store.url, new=True)
+    with pytest.raises(ConfigError, match="has the checkpoints of an earlier run"):
+        storing.check(machine.store.url, new=True, node=0)
+    storing.check(machine.store.url, new=True, node=1)  # a node of which there are none begins
     storing.check(machine.store.url, new=False)
     assert storing.bring(machine.store.url, fresh, 0, required=False)
     assert "[store] node0-worker0: 8 iterations" in capsys.readouterr().out

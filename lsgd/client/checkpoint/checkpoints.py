@@ -134,6 +134,7 @@ class Checkpoints:
         self._about: dict[str, str] = {}
         self._random: dict[str, Any] = {}
         self._positions: list[dict[str, Any]] = []  # of loaders that do not exist yet
+        self._misfit = False  # whether a loader was told that none of them is its own
         self._loaders: list[weakref.ref[Positioned]] = []
         self._noted: list[Noted] | None = None
         self._path: Path | None = None  # of the checkpoint that was restored
@@ -265,7 +266,9 @@ class Checkpoints:
         self._loaders.append(weakref.ref(loader))
         if self._positions:
             fitting = [index for index, saved in enumerate(self._positions) if loader.fits(saved)]
-            loader.take_position(self._positions.pop(fitting[0]) if fitting else self._positions[0])  # or it warns
+            if fitting or not self._misfit:
+                loader.take_position(self._positions.pop(fitting[0]) if fitting else self._positions[0])  # or it warns
+            self._misfit |= not fitting
         if self._noted is not None:
             self._noted.append((self._loaders[-1], loader.position()))
         return loader

@@ -312,7 +312,9 @@ class Replica:
         This is the round's only look at the model, unless that changes in it. Of an island it is this process's part,
         and only a ``whole`` worker leaves the look to the algorithm.
         """
-        if order.final or order.averaged:
+        if order.averaged:
+            return finiteness(self.flat.buffers)
+        if order.final:
             return finiteness([*self.flat.buffers, *map(wide, self.finite.buffers())])
         if isinstance(self.algorithm, GradientAlgorithm) or (whole and (self.lockstep or order.scope == "local")):
             return None
