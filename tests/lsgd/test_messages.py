@@ -201,7 +201,7 @@ def test_a_wrong_field_deep_inside_is_named() -> None:
     round[1][1] = ["a", 2]
     with pytest.raises(ProtocolError, match=r"^Generation\.nodes cannot be a tuple$"):
         decode(msgpack.packb([kind, seq, round, *rest]))
-    with pytest.raises(ProtocolError, match=r"^Round with 2 fields instead of 13$"):
+    with pytest.raises(ProtocolError, match=r"^Round with 2 fields instead of 14$"):
         decode(msgpack.packb([kind, seq, round[:2], *rest]))
 
 
