@@ -364,17 +364,22 @@ class TestTranscript:
     """Bytes in, lines out."""
 
     @pytest.fixture
-    def made(self, tmp_path: Path, capfdbinary) -> tuple[Transcript, Callable[[], bytes]]:
-        """Return a transcript, and what ends it and returns all that was shown."""
-        screen = Screen()
-        transcript = Transcript(screen, "w", tmp_path / "w.log", 0, live=False)
+    def made(self, tmp_path: Path, monkeypatch) -> Iterator[tuple[Transcript, Callable[[], bytes]]]:
+        """Return a transcript, and what ends it and returns all that was shown, in a file that nobody else has."""
+        path = tmp_path / "shown"
+        with path.open("w") as file:
+            with monkeypatch.context() as here:
+                here.setattr(sys, "stdout", file)
+                screen = Screen()
+            transcript = Transcript(screen, "w", tmp_path / "w.log", 0, live=False)
 
-        def shown() -> bytes:
-            transcript.close()
-            screen.close()
-            return capfdbinary.readouterr().out
+            def shown() -> bytes:
+                transcript.close()
+                screen.close()
+                assert screen._output.flush(60.0)
+                return path.read_bytes()
 
-        return transcript, shown
+            yield transcript, shown
 
     def test_characters_and_lines_may_come_in_pieces(self, made):
         transcript, shown = made
