@@ -164,9 +164,7 @@ class ShardLoader(DataLoader[Any]):
     def take_position(self, saved: dict[str, Any]) -> None:
         """Continue at a saved position; in a new epoch, if the shards have changed."""
         sampler, state = self.sampler, saved["state"]
-        if not self.fits(saved):
-            logger.warning("a loader is for other data than that of the checkpoint: it begins at the first epoch")
-        elif tuple(saved["place"]) == sampler.place():
+        if tuple(saved["place"]) == sampler.place():
             self.load_state_dict(state)
         else:
             self.load_state_dict({**state, "epoch": state["epoch"] + 1, "consumed": 0})
@@ -263,6 +261,11 @@ class EveryNth(Sampler[Any]):
     def __len__(self) -> int:
         return len(self._sampler) // self._place()[1]  # the same on all workers
 
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the next pass's order, if the sampler has one for each epoch."""
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+
 
 KEPT_OPTIONS = (
     *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
@@ -350,7 +353,7 @@ class FirstData:
         if tell is not None and (found := digest(batch)):
             tell(found)
 
-    def is_sharded(self) -> None:
+    def tell_nothing(self) -> None:
         """Compare nothing: lsgd shards the data."""
         self._tell = None
 

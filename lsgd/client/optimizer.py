@@ -26,13 +26,18 @@ class MuonAdamW(torch.optim.Optimizer):
     """A ``torch.optim.Muon`` and a ``torch.optim.AdamW`` as one optimizer, which :func:`muon` makes.
 
     Trainers, schedulers and GradScaler take one object. In its parameter groups, the entry ``muon`` says whose they
-    are. Groups that are added later are AdamW's.
+    are. Groups that are added later are AdamW's, unless they have a true ``muon``.
     """
 
     def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
         self._muon, self._adamw = muon, adamw
         groups = [{**group, "muon": part is muon} for part in (muon, adamw) for group in part.param_groups]
         super().__init__(groups, {**adamw.defaults, "muon": False})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, with the missing options of the optimizer whose it is."""
+        part = self._muon if param_group.get("muon") else self._adamw
+        super().add_param_group({**part.defaults, "muon": part is self._muon, **param_group})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step. The closure, if there is one, computes the loss and the gradients, once."""

@@ -24,7 +24,6 @@ from lsgd.client.iteration.steps import WARN_AFTER_STEPS, closure_in, with_closu
 from lsgd.client.worker import Worker, check_steps
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.flat import written_buffers
-from lsgd.protocol.messages import LOOP_ENDED
 
 logger = logging.getLogger("lsgd")
 
@@ -105,7 +104,7 @@ class WrappedWorker(Worker):
         self._checkpoints.forget_positions()
         return super().batches(loader)
 
-    def at_exit(self, reason: str = LOOP_ENDED) -> None:
+    def at_exit(self) -> None:
         """Say that the script has ended without :meth:`finish`, and leave: too early, for the launcher."""
         if self._open and self.hooks.worker is not None and not self.has_consensus:
             logger.error(
@@ -113,7 +112,7 @@ class WrappedWorker(Worker):
                 "and what it has saved is this worker's own: call worker.finish() after the loop, and save after it",
                 *(self.name, self.iterations),
             )
-        super().at_exit("" if self.has_consensus else reason)
+        super().at_exit()
 
     def _end(self, *, failed: bool = False, reason: str = "") -> None:
         self.hooks.close()
@@ -376,11 +375,12 @@ def _eager(hook: Callable[..., None]) -> Callable[..., None]:
 def loss_in(output: Any) -> Tensor | None:
     """Return the loss in what a model has returned: ``.loss``, or the first scalar with gradients; None: there is none.
 
-    It looks into tuples, lists and dicts, one level deep.
+    It looks into tuples, lists and dicts, one level deep. A tensor with one element is a scalar only without
+    dimensions: else it may be what the model predicts of a batch of one.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    for found in (named, output, *_items(output)):
-        if isinstance(found, Tensor) and found.numel() == 1 and found.requires_grad:
+    for found, dimensions in ((named, 1), *((each, 0) for each in (output, *_items(output)))):
+        if isinstance(found, Tensor) and found.numel() == 1 and found.dim() <= dimensions and found.requires_grad:
             return found.detach()
     return None
 

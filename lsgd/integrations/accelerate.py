@@ -79,7 +79,7 @@ class LsgdLoop(Integration):
                 "parameters with new tensors, which lsgd could not exchange"
             )
         self._shard(self._loader, self._seed)
-        self._join(self._model, self._optimizer, self._accelerator.scaler)
+        self._join(self._model, self._optimizer, self._accelerator.scaler, 0)
         self._hook = self._model.register_forward_pre_hook(self._before_forward)
         return self
 
@@ -90,7 +90,7 @@ class LsgdLoop(Integration):
         self._hook.remove()
         try:
             if error is None:
-                self.worker.leave()
+                self._leave()
         except BaseException as late:
             kind, error, trace = type(late), late, late.__traceback__
             raise

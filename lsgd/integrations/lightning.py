@@ -14,7 +14,7 @@ from lsgd.integrations.shared import Integration, is_saver, say_who_ends, state_
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+    from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.plugins import CheckpointIO
     from lightning.pytorch.strategies import SingleDeviceStrategy
 except ImportError as missing:
@@ -28,7 +28,8 @@ class LsgdCallback(Integration, Callback):
 
     The worker joins when training begins, with the module and its optimizers. A batch is a step of the worker, and an
     iteration if an optimizer stepped in it. The run's end stops the Trainer, regardless of ``min_steps`` and
-    ``min_epochs``; the module is then the consensus. If the Trainer stops first, the worker leaves.
+    ``min_epochs``; the module is then the consensus. If the Trainer stops first, the worker leaves; if the plan has no
+    end, it waits for the others and has the consensus, too.
 
     Each worker draws its shard of the training data. It is paused while the Trainer validates or saves. Only one
     worker saves, and only the first logs.
@@ -72,7 +73,9 @@ class LsgdCallback(Integration, Callback):
             self._stream.load_state_dict(self._restored)
         self._restored = {}  # it is not for a second training
         self._in_step = self._away = self._closed = False
-        worker = self._join(pl_module, trainer.optimizers, getattr(trainer.precision_plugin, "scaler", None))
+        is_one = len(trainer.optimizers) == 1  # of several, each one's steps count in global_step
+        begun, scaler = trainer.global_step if is_one else 0, getattr(trainer.precision_plugin, "scaler", None)
+        worker = self._join(pl_module, trainer.optimizers, scaler, begun)
         if self._batch_size and loader.num_workers:  # its processes have already prefetched from all the data
             iter(trainer.fit_loop._data_fetcher)
         rank_zero_only.rank = 0 if worker.first else max(1, worker.rank)
@@ -81,6 +84,8 @@ class LsgdCallback(Integration, Callback):
         if not isinstance(trainer.strategy.checkpoint_io, _OneSaves):
             trainer.strategy.checkpoint_io = _OneSaves(trainer.strategy.checkpoint_io, self)
         steps = trainer.estimated_stepping_batches  # -1 for a stream that nothing limits
+        if not worker.plan.run.has_end and is_one and 0 < steps < math.inf:
+            worker.steps = int(steps)  # so a worker that is started again goes on where the others are
         say_who_ends(worker, steps if steps >= 0 else math.inf, "max_steps, or max_epochs")
         if trainer.lr_scheduler_configs:
             logger.warning(
@@ -93,7 +98,10 @@ class LsgdCallback(Integration, Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Get an iteration; if there is none left, stop the Trainer and skip the batch."""
         worker = self.worker
-        has_step = (not self._in_step or worker.end_step()) and worker.begin_step()
+        if self._in_step:
+            worker.close_step()
+        is_over = 0 < worker.steps <= worker.step  # that of a worker that is resumed, or late
+        has_step = not is_over and worker.begin_step()
         self._in_step, self._away = has_step, False
         if not has_step:
             trainer.should_stop = True
@@ -122,13 +130,12 @@ class LsgdCallback(Integration, Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """If the Trainer stops by itself, leave before later callbacks save the model."""
         if trainer.fit_loop.done:
-            self.worker.leave()
+            self._leave()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the run."""
-        worker = self.worker
-        worker.leave()
-        if worker.first:
+        self._leave()
+        if self.worker.first:
             self._log(trainer)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -241,4 +248,8 @@ def check(trainer: Trainer, *, shards: bool = True) -> None:
             raise ConfigError(
                 f"{type(each).__name__} would put another model in the consensus' place; leave it out: lsgd averages "
                 f"the workers' models"
+            )
+        if isinstance(each, ModelCheckpoint) and each.save_last == "link":
+            raise ConfigError(
+                "ModelCheckpoint(save_last='link') links to a file that only one worker writes; pass save_last=True"
             )

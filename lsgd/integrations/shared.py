@@ -6,7 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 from torch import nn
@@ -80,19 +80,27 @@ class Integration:
         self._batch_size, size = batches.batch_size, len(loader.dataset)
         per_pass = len(batches) * self._batch_size
         sampler = sampler_of(loader)
-        shuffle = isinstance(sampler, RandomSampler) if shuffle is None else shuffle
+        shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)) if shuffle is None else shuffle
         if is_plain(sampler, size) or type(sampler).__name__ == "LengthGroupedSampler":  # that of transformers
             batches.sampler = self._stream = ShardStream(size, per_pass, self._place, seed, shuffle)
         else:
             batches.sampler = EndlessSampler(per_pass, _passes(EveryNth(sampler, self._place)))
         batches.sampler.replaces = sampler
 
-    def _join(self, model: nn.Module, optimizers: Any, scaler: Any) -> Worker:
-        """Join the run; ``scaler`` is the trainer's GradScaler, or None."""
+    def _join(self, model: nn.Module, optimizers: Any, scaler: Any, step: int) -> Worker:
+        """Join the run; ``scaler`` is the trainer's GradScaler, or None; ``step``: how many steps it has made."""
         own = {"lsgd_stream": self._stream, "lsgd_scaler": scaler}
         extra = {**(self._options.get("extra") or {}), **{name: x for name, x in own.items() if x is not None}}
-        self._worker = Worker.join(model, optimizers, **{**self._options, "extra": extra})
+        self._worker = Worker.join(model, optimizers, **{"step": step, **self._options, "extra": extra})
         return self._worker
+
+    def _leave(self) -> None:
+        """Leave the run, because the trainer stops; wait for the other trainers if their own steps end the run."""
+        assert self._worker is not None
+        if self._worker.steps and not self._worker.stopped:
+            self._worker.finish()
+        else:
+            self._worker.leave()
 
     def _place(self) -> tuple[int, int]:
         """Return the worker's part of the data, and how many there are; (0, 1) before it has joined."""
@@ -129,7 +137,7 @@ def state_of_run(worker: Worker) -> dict[str, Any]:
     if not worker.stopped and (status := _status(worker)):
         state["lsgd_round"] = status["rounds_global"]
         leaders = [each["worker"] for each in status["leaders"] if each["scope"] == "global"]
-        if worker.algorithm.elects:
+        if worker.plan.run.leads(worker.algorithm):
             state["lsgd_leader"] = leaders[-1] if leaders else ""
     return state
 
@@ -147,7 +155,13 @@ def say_who_ends(worker: Worker, max_steps: float, limits: str) -> None:
     run = worker.plan.run
     ends = [f"{run.iterations} iterations of all workers together"] if run.iterations else []
     ends += [f"{run.seconds:g} s"] if run.seconds else []
-    if not ends:
+    if worker.steps:
+        logger.info(
+            "%s: the plan has no end, so the run ends with its workers' own steps: this one makes %g (%s), and then "
+            "waits for the others",
+            *(worker.name, max(0, max_steps - worker.step), limits),
+        )
+    elif not ends:
         logger.warning(
             "%s: the plan has no end, so this worker leaves after %g steps of its own (%s)",
             *(worker.name, max_steps, limits),
@@ -192,11 +206,15 @@ class EndlessSampler(Sampler[int]):
         return islice(self._indices, self._per_pass)
 
 
-def _passes(sampler: Sampler[int]) -> Iterator[int]:
-    """Yield a sampler's indices, one pass of it after another."""
-    while len(sampler):  # type: ignore[arg-type]
+def _passes(sampler: EveryNth) -> Iterator[int]:
+    """Yield a sampler's indices, one pass of it after another, each with an epoch of its own."""
+    for epoch in count():
+        if not len(sampler):
+            raise ConfigError(
+                "the training data's sampler draws fewer samples than there are workers, so some have none"
+            )
+        sampler.set_epoch(epoch)
         yield from sampler
-    raise ConfigError("the training data's sampler draws fewer samples than there are workers, so some have none")
 
 
 class ShardStream(EndlessSampler):

@@ -32,7 +32,7 @@ class LsgdCallback(Integration, TrainerCallback):
 
     The worker joins when training begins, with the objects that accelerate has prepared. Each optimizer step is an
     iteration. The run's end stops the Trainer, and the model is then the consensus. If the Trainer stops first, the
-    worker leaves.
+    worker leaves; if the plan has no end, it waits for the others and has the consensus, too.
 
     Each worker draws its shard of the training data. The Trainer's learning-rate schedule follows the run. The worker
     is paused while the Trainer evaluates or saves, and only the first one saves. At the end, the Trainer evaluates and
@@ -104,20 +104,20 @@ class LsgdCallback(Integration, TrainerCallback):
         self._in_step, self._has_losses, self._at_end = False, False, None
         self._losses.clear()
         strategy = getattr(args, "train_sampling_strategy", "random")
-        self._shard(train_dataloader, args.seed if args.data_seed is None else args.data_seed, strategy != "sequential")
+        shuffle = None if strategy in ("random", "sequential") else True
+        self._shard(train_dataloader, args.seed if args.data_seed is None else args.data_seed, shuffle)
         if self._stream is not None and strategy not in ("random", "sequential"):
             logger.warning("train_sampling_strategy = %r is not used: shards are dealt at random", str(strategy))
-        worker = self._join(model, optimizer, getattr(optimizer, "scaler", None))
+        worker = self._join(model, optimizer, getattr(optimizer, "scaler", None), state.global_step)
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward),
             model.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
         self._save_strategy = args.save_strategy
         state.is_world_process_zero = worker.first  # has the progress bar; later, that must not change
-        if not (worker.plan.run.iterations or worker.plan.run.seconds):
+        if not worker.plan.run.has_end:
             worker.steps = state.max_steps  # so one that is started again goes on where the others are
-        begun = worker.step if worker.steps else 0
-        say_who_ends(worker, max(1, state.max_steps - begun), "max_steps, or num_train_epochs")
+        say_who_ends(worker, state.max_steps, "max_steps, or num_train_epochs")
         if not isinstance(lr_scheduler, LambdaLR):
             logger.warning(
                 "%s: a %s follows this worker's own steps and not the run; the schedules that TrainingArguments "
@@ -137,11 +137,14 @@ class LsgdCallback(Integration, TrainerCallback):
     ) -> None:
         """Get an iteration."""
         worker = self._joined
+        is_over = 0 < worker.steps <= worker.step and not self._in_step  # that of a worker that is resumed, or late
         with self._leaving_on_error():
-            has_step = (not self._in_step or worker.end_step()) and worker.begin_step()
+            if is_over:
+                self._leave()
+            has_step = not is_over and (not self._in_step or worker.end_step()) and worker.begin_step()
         self._in_step = has_step
         args.save_strategy = self._save_strategy
-        if not has_step:  # the run ended while this worker paused; the Trainer takes one more step before it stops
+        if not has_step:  # the end came while this worker paused, or before; the Trainer takes one more step and stops
             self._at_end = {name: x.clone() for name, x in model.state_dict().items() if isinstance(x, Tensor)}
             control.should_training_stop = True
         else:
@@ -157,6 +160,8 @@ class LsgdCallback(Integration, TrainerCallback):
         """End the iteration, or pause to evaluate or save."""
         worker = self._joined
         self._muted.close()
+        ends_epoch = state.epoch is not None and state.epoch % 1 == 0  # where it may evaluate or save, in this step
+        at_epochs = "epoch" in (args.eval_strategy, self._save_strategy)
         if self._at_end is not None:
             state.global_step -= 1
             self._stop(control)
@@ -169,7 +174,7 @@ class LsgdCallback(Integration, TrainerCallback):
         with self._leaving_on_error():
             if control.should_training_stop:
                 self._stop(control)
-            elif not self._paused(args, control):
+            elif not self._paused(args, control) and not (ends_epoch and at_epochs):
                 self._in_step = False
                 if not worker.end_step():
                     self._stop(control)
@@ -182,7 +187,7 @@ class LsgdCallback(Integration, TrainerCallback):
         worker = self._joined
         with self._leaving_on_error():
             if control.should_training_stop:
-                worker.leave()
+                self._leave()
             else:
                 self._paused(args, control)
         if not control.should_training_stop:
@@ -217,7 +222,7 @@ class LsgdCallback(Integration, TrainerCallback):
         """Leave the run."""
         args.save_strategy = self._save_strategy
         with self._leaving_on_error():
-            self._joined.leave()
+            self._leave()
         self.__exit__(None, None, None)
 
     # -- helpers -----------------------------------------------------------------------------------------------

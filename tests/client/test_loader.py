@@ -166,6 +166,27 @@ def test_a_sampler_keeps_its_order_and_its_number_of_samples(sampler, drawn) -> 
     assert len(epoch(shard)) == drawn if isinstance(drawn, int) else epoch(shard) == drawn
 
 
+class OwnEpochs(SequentialSampler):
+    """Begins each epoch one sample later."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        size = len(self.data_source)
+        return iter([(self.epoch + index) % size for index in range(size)])
+
+
+@pytest.mark.parametrize(("sampler", "moved"), [(OwnEpochs(range(10)), 3), (Backwards(range(10)), 0)])
+def test_a_samplers_own_epochs_are_set_through_the_shard(sampler, moved) -> None:
+    shard = shard_of(DataLoader(dataset(10), batch_size=1, sampler=sampler), lambda: (1, 2))
+    before = epoch(shard)
+    shard.sampler.set_epoch(3)
+    assert epoch(shard) == [(index + moved) % 10 for index in before]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_state_counts_what_was_consumed_and_not_what_was_prefetched(workers) -> None:
     options = {"num_workers": workers, **({"prefetch_factor": 4} if workers else {})}

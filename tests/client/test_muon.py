@@ -303,13 +303,14 @@ def test_a_scaler_skips_its_steps_and_a_closure_is_evaluated() -> None:
     assert optimizer.step(closure) < first
 
 
-def test_groups_that_are_added_are_adamws() -> None:
+@pytest.mark.parametrize(("whose", "state"), [({}, "exp_avg"), ({"muon": True}, "momentum_buffer")])
+def test_groups_that_are_added_are_adamws_unless_they_say(whose: dict[str, bool], state: str) -> None:
     model, late = mlp(), nn.Parameter(torch.ones(3, 3))
     optimizer = lsgd.client.muon(model, lr=0.01)
-    optimizer.add_param_group({"params": [late]})
+    optimizer.add_param_group({"params": [late], **whose})
     late.grad = torch.ones(3, 3)
     optimizer.step()
-    assert "exp_avg" in optimizer.state[late]
+    assert state in optimizer.state[late]
 
 
 @pytest.fixture

@@ -113,9 +113,9 @@ def test_it_pauses_to_validate_and_one_worker_saves(cluster) -> None:
     (cluster.folder / "again").mkdir()
     again = LightningCluster(cluster.folder / "again")
     early = next(path for path in saved if "step=3.ckpt" in path.name)
-    _, workers = train(again, [*plan[:3], "10", *plan[4:]], "--resume", early)
-    assert all(w["started"] == [3] and w["steps"] == 3 + w["iterations"] for w in workers)
-    assert sum(w["iterations"] for w in workers) == 10 and workers[0]["final"] == workers[1]["final"]
+    _, workers = train(again, ["--algorithm", "local", "--period", "4"], "--max-steps", 8, "--resume", early)
+    assert all(w["started"] == [3] and w["steps"] == 8 and w["iterations"] == 5 for w in workers)
+    assert workers[0]["final"] == workers[1]["final"]
     again.close()
 
 
@@ -136,6 +136,15 @@ def test_trainers_that_stop_before_the_run_leave_with_a_consensus(cluster) -> No
     assert [w["steps"] for w in workers] == [w["iterations"] for w in workers] == [7, 7]
     assert workers[0]["final"] == workers[1]["final"]
     assert all("leaves after 7 steps of its own" in p.output for p in cluster.processes if p.name.startswith("worker"))
+
+
+def test_without_an_end_in_the_plan_all_trainers_have_the_consensus(cluster) -> None:
+    """Also one that is done long before the others, and one of them saves."""
+    _, workers = train(cluster, ["--algorithm", "local", "--period", "4"], "--max-steps", 40, first=("--max-steps", 6))
+    assert [w["steps"] for w in workers] == [w["iterations"] for w in workers] == [6, 40]
+    assert workers[0]["final"] == workers[1]["final"] and [w["first"] for w in workers].count(True) == 1
+    outputs = [p.output for p in cluster.processes if p.name.startswith("worker")]
+    assert all("then waits for the others" in each and "is not the consensus" not in each for each in outputs)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -199,14 +208,16 @@ def test_what_cannot_be_a_worker_is_refused(monkeypatch) -> None:
         with pytest.raises(ConfigError, match=r"with LOCAL_RANK in the environment .*lsgd launch"):
             integration.LsgdCallback()
     average = lightning.pytorch.callbacks.StochasticWeightAveraging(0.1)
+    link = {"callbacks": [lightning.pytorch.callbacks.ModelCheckpoint(save_last="link")], "enable_checkpointing": True}
     for options, what in (
         ({"strategy": "ddp"}, "strategy DDPStrategy.*devices=1.*lsgd launch"),
         ({"devices": 2}, "devices=1"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders"),
         ({"overfit_batches": 2}, "overfit_batches trains on the same batches"),
         ({"callbacks": [average]}, "StochasticWeightAveraging would put another model"),
+        (link, r"ModelCheckpoint\(save_last='link'\)"),
     ):
-        trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, **options)
+        trainer = lightning.Trainer(**{"accelerator": "cpu", "logger": False, "enable_checkpointing": False, **options})
         with pytest.raises(ConfigError, match=what):
             integration.check(trainer)
 

@@ -90,6 +90,22 @@ def test_trainers_that_stop_before_the_run_leave_with_a_consensus(cluster) -> No
     assert all("leaves after 7 steps of its own" in p.output for p in cluster.processes if p.name.startswith("worker"))
 
 
+def test_without_an_end_in_the_plan_all_trainers_have_the_consensus(cluster) -> None:
+    """Also one that is done long before the others, and one of them saves."""
+    _, workers = train(cluster, ["--algorithm", "local", "--period", "4"], "--max-steps", 40, first=("--max-steps", 6))
+    assert [w["steps"] for w in workers] == [w["iterations"] for w in workers] == [6, 40]
+    assert workers[0]["final"] == workers[1]["final"] and [w["first"] for w in workers].count(True) == 1
+    outputs = [p.output for p in cluster.processes if p.name.startswith("worker")]
+    assert all("then waits for the others" in each and "is not the consensus" not in each for each in outputs)
+
+
+def test_an_evaluation_at_the_end_of_an_epoch_drops_no_round(cluster) -> None:
+    plan = ["--algorithm", "bytegrad", "--iterations", "60"]  # an epoch has 24 batches
+    output, workers = train(cluster, plan, "--at-epochs")
+    assert "failed" not in output and all(w["states"] for w in workers)
+    assert workers[0]["final"] == workers[1]["final"] and sum(w["iterations"] for w in workers) >= 59
+
+
 def test_a_second_training_is_a_run_of_its_own(cluster) -> None:
     alone = {"LSGD_LOCAL": "", "LSGD_SOLO": "1"}
     cluster.worker("trainer", 0, 0, "--max-steps", 3, "--trainings", 2, **alone).succeeds()
@@ -180,6 +196,25 @@ def test_a_worker_that_was_started_again_ends_where_the_others_do(tmp_path, step
     state = transformers.TrainerState(max_steps=40, global_step=5)
     callback.on_step_end(arguments, state, control, lr_scheduler=None)
     assert control.should_training_stop == stops
+
+
+def test_a_worker_whose_steps_are_made_asks_for_none(tmp_path) -> None:
+    transformers = pytest.importorskip("transformers")
+    integration, calls = importlib.import_module(MODULE), list[str]()
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    callback, control, model = integration.LsgdCallback(), transformers.TrainerControl(), torch.nn.Linear(1, 1)
+    callback._worker = SimpleNamespace(steps=40, step=40, stopped=False, finish=lambda: calls.append("finish"))
+    state = transformers.TrainerState(max_steps=40)
+    callback.on_step_begin(arguments, state, control, model=model, lr_scheduler=None)
+    assert control.should_training_stop and calls == ["finish"]
+    with torch.no_grad():
+        consensus = model.weight.clone()
+        model.weight.zero_()  # the step that the Trainer makes before it stops
+    state.global_step = 1
+    callback.on_step_end(arguments, state, control, lr_scheduler=None)
+    callback._worker.stopped, callback._worker.leave, callback._worker.first = True, lambda: True, True
+    callback.on_epoch_end(arguments, state, control, model=model)
+    assert state.global_step == 0 and torch.equal(model.weight, consensus)
 
 
 @pytest.mark.parametrize("saves", [True, False])

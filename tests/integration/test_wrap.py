@@ -522,6 +522,8 @@ def test_a_loss_is_found_or_reported(script) -> None:
         (lambda loss: (BATCH, loss), True),
         (lambda loss: {"logits": BATCH, "loss": loss}, True),
         (lambda loss: SimpleNamespace(loss=loss), True),
+        (lambda loss: {"logits": BATCH, "loss": loss.reshape(1)}, True),
+        (lambda loss: loss.reshape(1, 1), False),  # what it predicts of a batch of one
         (lambda loss: [BATCH], False),
         (lambda loss: BATCH, False),
         (lambda loss: (BATCH, loss.detach()), False),

@@ -9,6 +9,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -115,6 +116,33 @@ def test_a_sampler_with_fewer_samples_than_workers_is_an_error():
 def test_a_sampler_that_draws_each_sample_once_makes_way_for_shards(sampler):
     (one, other), integration = deal(sampler, range(20))
     assert sorted(one[:10] + other[:10]) == [*range(20)] and integration._stream is not None
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_distributed_sampler_says_whether_shards_are_shuffled(shuffle):
+    loader = DataLoader(range(20), 4, sampler=DistributedSampler(range(20), 1, 0, shuffle))
+    Integration("a trainer", True, {})._shard(loader, 0)
+    drawn = [int(index) for batch in loader for index in batch]
+    assert sorted(drawn) == [*range(20)] and (drawn == sorted(drawn)) is not shuffle
+
+
+class Turning(SequentialSampler):
+    """Begins each epoch one sample later."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        size = len(self.data_source)
+        return iter([(self.epoch + index) % size for index in range(size)])
+
+
+def test_a_samplers_own_epochs_follow_one_another():
+    """Two workers draw its even places in one pass of a trainer: those of two epochs, which are all the samples."""
+    (one, other), _ = deal(Turning(range(20)), range(20))
+    assert sorted(one) == sorted(other) == [*range(20)]
 
 
 def test_a_loader_of_two_trainings_is_dealt_from_the_scripts_sampler_in_both():

@@ -115,6 +115,7 @@ result = {
     "started": started,
     "stopped": lsgd.worker.stopped,
     "rank": lsgd.rank,
+    "first": lsgd.first,
     "drawn": drawn,
     "losses": losses,
     "states": states,

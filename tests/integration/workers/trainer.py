@@ -24,6 +24,7 @@ parser.add_argument("--max-steps", type=int, default=1000)
 parser.add_argument("--trainings", type=int, default=1, help="calls of train(), one after the other")
 parser.add_argument("--micro-batches", type=int, default=1)
 parser.add_argument("--every", type=int, default=1000, help="steps between evaluations, and between checkpoints")
+parser.add_argument("--at-epochs", action="store_true", help="evaluate once an epoch instead")
 parser.add_argument("--wait-at", type=int, default=0, help="evaluate at this step until the run is over for the others")
 parser.add_argument("--fail-at", type=int, default=0, help="raise in the user's own callback, after this step")
 parser.add_argument("--no-loss", action="store_true", help="let the Trainer compute the loss, and not the model")
@@ -95,7 +96,7 @@ else:
     data = torch.cat([starts, (starts + torch.arange(CONTEXT)) % 16], dim=1)
     shape = {"n_positions": CONTEXT, "n_embd": 16, "n_layer": 1, "n_head": 2}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, bos_token_id=0, eos_token_id=0, **shape))
-    strategy = "steps" if options.every < options.max_steps else "no"
+    strategy = "epoch" if options.at_epochs else "steps" if options.every < options.max_steps else "no"
     arguments = TrainingArguments(
         output_dir=str(folder / "trainer"),
         max_steps=options.max_steps,
@@ -105,7 +106,7 @@ else:
         logging_steps=1,
         eval_strategy=strategy,
         eval_steps=options.every,
-        save_strategy=strategy,
+        save_strategy="no" if options.at_epochs else strategy,
         save_steps=options.every,
         dataloader_pin_memory=False,
         use_cpu=True,
@@ -130,6 +131,7 @@ result = {
     "steps": trainer.state.global_step,
     "stopped": lsgd.worker.stopped,
     "rank": lsgd.rank,
+    "first": lsgd.first,
     "drawn": drawn,
     "final": digest(tensors),
     "saved": notes.saved,
