@@ -328,7 +328,7 @@ class Worker:
         Raises:
             ConfigError: it is neither, a dataset has fewer samples than workers, or a sampler has no length.
         """
-        self._data.is_sharded()
+        self._data.tell_nothing()
         if not isinstance(data, DataLoader):
             return self._checkpoints.attend(self._part(data))
         island = self._membership.island
@@ -714,11 +714,11 @@ class Worker:
         """Leave the run because the script ends with an error; nothing does so after an orderly end."""
         self._end(failed=True, reason=f"{type(error).__name__}: {error}")
 
-    def at_exit(self, reason: str = "its process ended") -> None:
+    def at_exit(self) -> None:
         """Leave the run when the script ends without having done so; a model that is not finite sets the exit code."""
         judges = self._open and self._membership.island.size == 1
         broken = self._checkpoints.non_finite_error() if judges else None
-        self._end(reason=reason)
+        self._end()
         if broken is not None:
             exit_at_once(broken, self.name)
 

@@ -107,10 +107,7 @@ class Knock:
         """Note how a knock ended, if it has."""
         if error == errno.EINPROGRESS and now - self._began_at < KNOCK_WITHIN_S:
             return
-        if error != errno.EINPROGRESS:
-            self._answers = error not in _AWAY
-        else:
-            self._answers = False
+        self._answers = error not in (*_AWAY, errno.EINPROGRESS)
         assert self._socket is not None
         self._socket.close()
         self._socket = None

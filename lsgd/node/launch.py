@@ -153,8 +153,8 @@ def launch(settings: LaunchSettings) -> int:
             )
         check(settings.log_to)
     if settings.store:
-        new, of = place.node == 0 and not settings.resume, 0 if settings.resume_if_any else None  # others' may be used
-        storing.check(settings.store, new=new, node=of)
+        node = 0 if settings.resume_if_any else None  # what others have there may be used, with a new run's node 0
+        storing.check(settings.store, new=place.node == 0 and not settings.resume, node=node)
     arguments, keys, lines = _access(settings, network)
     servers = _shared_servers(settings, network, arguments) if place.node == 0 else {}
     followed = run_folder.followed(settings.run_dir, place.node) if place.node else None

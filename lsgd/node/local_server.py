@@ -71,6 +71,9 @@ UNJOINED_S = 60.0
 GATHER_S = 2.0
 """How long a server that got a signal before it could serve waits for its workers to find it."""
 
+SERVE_AGAIN_S = 5.0
+"""After how long a node that could not take over tries again, if no other one has."""
+
 _ASKING = (Join, Request, Pause, Leave, StatusQuery)
 """Messages of workers that wait for an answer: if one cannot be forwarded, the local server says why."""
 
@@ -130,7 +133,7 @@ class LocalServer:
         self._place = place
         self.copy = HeldCopy()
         self.elsewhere = elsewhere
-        self.takes_over = False
+        self.takes_over, self._serves_from = False, -math.inf
         self._when_moved = when_moved
         self.relay = ("", b"")
         self._dismissed: dict[bytes, bytes] = {}  # by socket: what workers are told that have to join again
@@ -172,12 +175,11 @@ class LocalServer:
     @property
     def deposed(self) -> bool:
         """Whether another node's server serves the run, and this node follows it."""
-        return bool(self.elsewhere.terms) and not (self.serves or self.takes_over)
+        return bool(self.elsewhere.terms) and not (self.elsewhere.serves or self.takes_over)
 
-    @property
-    def serves(self) -> bool:
-        """Whether this node's own server serves the run, as far as it has heard."""
-        return self.elsewhere.serves
+    def cannot_serve(self) -> None:
+        """Note that this node could not start a global server: it does so a while later, if the silence lasts."""
+        self.takes_over, self._serves_from = False, self._clock() + SERVE_AGAIN_S
 
     def run(self, ending: Ending) -> int:
         """Serve until the run is over or ``ending`` begins, and return the exit code."""
@@ -248,7 +250,7 @@ class LocalServer:
         elif self._away(now) and now - max(self._said_at, self._started_at) > SILENT_AFTER_S:
             self._complain(self._away(now))
             self._said_at = now + 5
-        elif not (self._ending or self.joined) and now - self._unjoined_at >= UNJOINED_S:
+        elif not self.joined and now - self._unjoined_at >= UNJOINED_S:
             self._unjoined_at = now
             self._complain(
                 f"none of the {self._own_workers} workers of node{self._node} has joined for "
@@ -278,7 +280,7 @@ class LocalServer:
                 link.send([encode(elsewhere.mine())])
             else:
                 self._global.send([encode(met(welcome, place))])
-        if not self.takes_over and could_serve and elsewhere.takes_over(now, silent_s):
+        if not self.takes_over and now >= self._serves_from and could_serve and elsewhere.takes_over(now, silent_s):
             self.takes_over, self._given_way = True, False
             self._complain(
                 f"the global server at {self._global.address} has been silent for {silent_s:.0f} s: node{self._node} "

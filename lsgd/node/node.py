@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lsgd.errors import ConfigError, EvictedError, NotTrainedError, ServerLostError
-from lsgd.node.local_server import LocalServer
+from lsgd.node.local_server import SERVE_AGAIN_S, LocalServer
 from lsgd.node.panel import Panel
 from lsgd.node.process import Child, Command, Role, Running, cannot_start
 from lsgd.node.restarts import RESTART_WINDOW_S, Restart, Restarts
@@ -26,9 +26,6 @@ SAVE_PATIENCE_S = 30.0
 
 TERM_PATIENCE_S, KILL_PATIENCE_S = 5.0, 10.0
 """How long a process may take to end after SIGTERM, and the system to kill it after SIGKILL."""
-
-SERVE_AGAIN_S = 5.0
-"""After how long a node that could not take over tries again, if no other one has."""
 
 DEPOSED_S = 4.0
 """How long a server that has given up may take to tell its nodes so, and to end."""
@@ -100,9 +97,8 @@ class Node:
         self._panel = panel
         self._outlives = outlives
         self._serve = serve
-        self._serve_from = -math.inf
         self._deposed_at = math.inf  # since when another node serves the run of this node's server
-        self._serves_run = any(command.role is Role.SERVER for command in commands)
+        self.serves = any(command.role is Role.SERVER for command in commands)
         self._children: list[Child] = []
         self._dropped: list[Child] = []  # killed, and no part of the node any more
         self._failed: Child | None = None
@@ -156,7 +152,7 @@ class Node:
         while signals.received:
             self._stop(signal.Signals[signals.received.pop(0)])
         self._reap()
-        if self._local.takes_over and not self._serves_run and self._step is None and self._now >= self._serve_from:
+        if self._local.takes_over and not self.serves and self._step is None:
             self._take_over()
         self._notice_deposed()
         if self._local.failure and (self._step is None or self._step.clean):
@@ -164,11 +160,6 @@ class Node:
             self._end(self._ends())
         self._start_again()
         return self._advance()
-
-    @property
-    def serves(self) -> bool:
-        """Whether this node's servers serve the run."""
-        return self._serves_run
 
     def _take_over(self) -> None:
         """Start the servers with which this node serves the run, because the node that did is gone."""
@@ -180,15 +171,15 @@ class Node:
         except (ConfigError, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             self._say(f"this node cannot serve the run: {why}; it tries again in {SERVE_AGAIN_S:g} s")
-            self._serve_from = self._now + SERVE_AGAIN_S
+            self._local.cannot_serve()
             self._drop(self._children[before:])
             return
         self._commands = [*self._commands, *commands]
-        self._serves_run = self._outlives = True
+        self.serves = self._outlives = True
 
     def _notice_deposed(self) -> None:
         """End this node's servers a while after another node serves the run; they have told the other nodes."""
-        if not self._serves_run or not self._local.deposed or self._is_over:
+        if not self.serves or not self._local.deposed or self._is_over:
             return
         self._deposed_at = min(self._deposed_at, self._now)
         if self._now - self._deposed_at >= DEPOSED_S:
@@ -199,7 +190,7 @@ class Node:
         self._drop([child for child in self._children if child.role.serves])
         if self._panel:  # it follows the server that was here
             self._panel.end()
-        self._serves_run = self._outlives = False
+        self.serves = self._outlives = False
         self._deposed_at = math.inf
 
     def _drop(self, children: Sequence[Child]) -> None:
@@ -349,7 +340,7 @@ class Node:
         why = f"{self._failed.name} {self._failed.how_it_ended}" if self._failed else ""
         if self._signalled:
             why = f"lsgd launch of {self._name} got {self._signalled.name}"
-        if not self._serves_run:
+        if not self.serves:
             self._local.end(why)
         elif not self._is_over:
             self._local.stop_run(why)
@@ -386,7 +377,7 @@ class Node:
     def _server_is_gone(self) -> bool:
         """Whether the global server was this node's, and has ended for good."""
         due = any(self._named(name).role is Role.SERVER for name in self._due)
-        return self._serves_run and not self._alive(Role.SERVER) and not due
+        return self.serves and not self._alive(Role.SERVER) and not due
 
     def _is_done(self, step: _Step) -> bool:
         """Whether its time is up, or it has nothing left to wait for."""

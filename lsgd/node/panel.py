@@ -116,5 +116,5 @@ def _worker(run: RunView, worker: WorkerView, width: int) -> Text:
     line.append(f"{'trains' if trains else worker.state:9}", "green" if trains else "yellow")
     loss = "-" if worker.loss is None else f"{worker.loss:.4g}"
     line.append(f"  {worker.done:>8}  loss {loss:<9}")
-    leads = run.elects and last is not None and last.leader == worker.worker
+    leads = last is not None and last.leader == worker.worker
     return line.append(f"  {worker.reason or ('leads' if leads else '')}")

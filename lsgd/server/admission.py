@@ -91,16 +91,13 @@ def _welcome(state: RunState, members: list[Member]) -> None:
 
 
 def _place_in_loop(state: RunState, member: Member, everybody: Sequence[Member]) -> int:
-    """Return where a worker's own loop begins: where the others are, or its predecessor was, or its checkpoint is."""
-    steps = [m.step for m in everybody if m.began >= 0 and m.steps and m is not member]
+    """Return where a worker's own loop begins: where those that train are, its predecessor was, or its checkpoint."""
     if state.roster.generation is None:
-        place = max(member.join.step, origin_of(m.join for m in everybody).iterations // len(everybody))
-    elif steps:
-        place = sum(steps) // len(steps)
-    else:
-        before = state.roster.left.get(member.worker)
-        place = before.step if before else member.join.step
-    return place
+        return max(member.join.step, origin_of(m.join for m in everybody).iterations // len(everybody))
+    others = [m for m in everybody if m.began >= 0 and m.steps and m is not member]
+    before = state.roster.left.get(member.worker)
+    like = [m for m in others if m.call or not m.last] or ([before] if before else others)
+    return sum(m.step for m in like) // len(like) if like else member.join.step
 
 
 def end_waiting(state: RunState) -> None:

@@ -15,7 +15,7 @@ from lsgd.errors import ConfigError
 from lsgd.node.elsewhere import Elsewhere, Knock, dial
 from lsgd.node.local_server import LocalServer
 from lsgd.plan.options import plan_options
-from lsgd.plan.plan import read
+from lsgd.plan.plan import Plan, read
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.credentials import place_of
 from lsgd.protocol.keys import connector_keys, is_local, listener_keys, node_name
@@ -114,7 +114,7 @@ def main(
             if continues and not journal_path:
                 raise ConfigError("--continue continues the run in a journal; name it: --journal FILE")
             path = plan_path or (Path(os.environ["LSGD_PLAN"]) if os.environ.get("LSGD_PLAN") else None)
-            plan = read(path, os.environ, flags).plan
+            plan = Plan() if continues else read(path, os.environ, flags).plan  # the journal has the run's
             address = listen or f"tcp://127.0.0.1:{DEFAULT_PORT}"
             keys = listener_keys(address, keys_path, insecure=insecure)
             if relay_address:

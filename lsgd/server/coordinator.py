@@ -309,7 +309,8 @@ class Coordinator:
             endings.settle(self.state, member, pause.done)
             endings.committed(self.state, member, pause.committed)
             endings.left_round(self.state, member, Why.PAUSED)
-            member.call, member.numbers = 0, {}  # it has left the call, too
+            if member.call:
+                meeting.leave(member)
             self.state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
         self.state.answer(member, Paused(pause.seq))
 

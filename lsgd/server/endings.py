@@ -130,7 +130,7 @@ def _cut_off(state: RunState, opened: OpenRound, pairs: Sequence[tuple[int, int]
     names, everybody = opened.round.generation.members, state.roster.members
     members = {rank: everybody[name] for rank, name in enumerate(names) if name in everybody}
     holders = {rank for rank, m in members.items() if m.synced}
-    holders = holders or {rank for rank, m in members.items() if m.committed}
+    holders = holders or {rank for rank, m in members.items() if m.has_learned}
     kept = connected(len(names), pairs, holders)
     cut = [rank for rank in range(len(names)) if rank not in kept]
     reason = unreachable(names, pairs)

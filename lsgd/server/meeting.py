@@ -78,6 +78,11 @@ def pause(state: RunState, member: Member) -> None:
     state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
 
 
+def leave(member: Member) -> None:
+    """Note that a worker waits in its call no more, and goes on: after an answer, or because it was interrupted."""
+    member.call, member.numbers, member.last = 0, {}, False
+
+
 def conclude(state: RunState) -> None:
     """Answer all calls once everybody has come who still trains; if the run stops, nobody else will come."""
     held, live = state.roster.held, state.roster.live
@@ -106,7 +111,7 @@ def awaited(state: RunState, member: Member) -> Reason:
 def _answer(state: RunState, member: Member, met: Met) -> None:
     """Answer a call; the next round waits for the worker, which now goes on, unless others cannot reach it."""
     state.meeting.answered[member.worker] = member.join.incarnation, met
-    member.call, member.numbers, member.last = 0, {}, False
+    leave(member)
     state.changes += 1
     state.moved_at = state.now
     state.roster.move(member, MemberState.PAUSED if member.state is MemberState.CUT else MemberState.BUSY)

@@ -6,6 +6,7 @@ from signal import SIGKILL, Signals
 from types import SimpleNamespace
 
 from lsgd.errors import ConfigError
+from lsgd.node.local_server import SERVE_AGAIN_S
 from lsgd.node.node import Node
 from lsgd.node.panel import Panel
 from lsgd.node.process import Command, Role
@@ -73,7 +74,7 @@ class World:
         lines: what was printed.
         lives: number of processes started, by name.
         stopping: whether the run is to stop; over: whether it is over; given_up: whether workers are given up.
-        takes_over: whether this node has to serve; deposed: whether another one does.
+        silent: whether nobody serves the run, so that this node has to; deposed: whether another one does.
         disk_is_full: whether it cannot serve.
         finished: whether the local server has left the run.
         rounds_at: when each worker last completed a round.
@@ -83,7 +84,8 @@ class World:
     failure = outcome = ""
     sources = ()
     heard_at = None
-    takes_over = deposed = disk_is_full = False
+    silent = takes_over = deposed = disk_is_full = False
+    serves_from = 0.0
 
     def _serve(self, commands: list[Command]) -> list[Command]:
         if self.disk_is_full:
@@ -144,7 +146,12 @@ class World:
     # -- the local server --------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Do nothing: the scripts see the same world."""
+        """Notice that this node has to serve."""
+        self.takes_over = self.silent and self.now >= self.serves_from
+
+    def cannot_serve(self) -> None:
+        """Wait before this node tries again."""
+        self.serves_from = self.now + SERVE_AGAIN_S
 
     def stop_run(self, reason: str) -> None:
         """Note that the run is to stop."""

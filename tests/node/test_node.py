@@ -9,7 +9,8 @@ import pytest
 
 from lsgd.errors import ConfigError, NotTrainedError
 from lsgd.node import node as module
-from lsgd.node.node import DEPOSED_S, SERVE_AGAIN_S
+from lsgd.node.local_server import SERVE_AGAIN_S
+from lsgd.node.node import DEPOSED_S
 from lsgd.node.process import Command, Process
 from lsgd.node.restarts import MOST_RESTARTS, RESTART_WINDOW_S, Restarts
 from lsgd.node.screen import Screen
@@ -392,16 +393,16 @@ class TestTakingOver:
         scripts = {"worker0": after(30.0), "server": server, "relay": forever}
         world = World(scripts, serve=("server", "relay"))
         assert world.passes(5.0) and world.lives == {"worker0": 1}
-        world.takes_over = True
+        world.silent = True
         assert world.passes(5.0) and world.lives == {"worker0": 1, "server": 1, "relay": 1}
-        world.takes_over = False
+        world.silent = False
         assert world.node.serves and world.passes(60.0)  # other nodes need it
         world.stopping = True
         assert world.finish() == 0
 
     def test_it_tries_again_where_it_cannot_write_a_journal(self) -> None:
         world = World({"worker0": worker, "server": server}, serve=("server",))
-        world.takes_over = world.disk_is_full = True
+        world.silent = world.disk_is_full = True
         assert world.passes(SERVE_AGAIN_S * 2.5) and world.lives == {"worker0": 1}
         assert world.out.count("this node cannot serve the run: the journal cannot be written") == 3
         world.disk_is_full = False
@@ -413,7 +414,7 @@ class TestTakingOver:
 
         scripts = {"worker0": worker, "server": server, "relay": refused}
         world = World(scripts, serve=("server", "relay"))
-        world.takes_over = True
+        world.silent = True
         assert world.passes(SERVE_AGAIN_S * 1.5) and not world.node.serves
         assert world.out.count("this node cannot serve the run: Resource temporarily unavailable") == 2
         scripts["relay"] = forever

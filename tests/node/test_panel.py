@@ -112,11 +112,10 @@ def test_a_frame_has_progress_rate_time_left_and_a_line_for_each_worker():
     assert second.startswith("node1/worker0  away ") and "evicted: nothing" in second and second.endswith("…")
 
 
-@pytest.mark.parametrize(("algorithm", "says"), [("leader", True), ("local", False)])
-def test_a_leader_is_named_where_leaders_matter(algorithm, says):
+@pytest.mark.parametrize(("leader", "says"), [("node0/worker0", True), ("", False)])
+def test_a_leader_is_named_where_leaders_matter(leader, says):
     run = run_of(2)
-    run.algorithm = algorithm
-    order = RoundOrdered(1, "global", -1, "node0/worker0", 1000, 20.0, {"node0/worker0": 0.25})
+    order = RoundOrdered(1, "global", -1, leader, 1000, 20.0, {"node0/worker0": 0.25})
     run.take(Batch((Event(3, 21.0, order),), connected=True))
     assert plain(frame(run, COLUMNS, ROWS))[1].endswith("leads") is says
 

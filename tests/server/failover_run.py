@@ -134,6 +134,7 @@ class Host:
     Attributes:
         server: its global server; None: none runs. journal: what that one keeps.
         frozen: whether nothing happens on it.
+        cannot_serve: whether no server starts on it; failed: how often none has.
     """
 
     own_steps = meet_every = 0
@@ -141,6 +142,7 @@ class Host:
     def __init__(self, world: "World", index: int, workers: int) -> None:
         self.world, self.index, self.size = world, index, workers
         self.alive, self.frozen = True, False
+        self.cannot_serve, self.failed = False, 0
         self.place = Place(index, f"tcp://10.0.0.{index + 1}:1")
         self.server: GlobalDaemon | None = None
         self.journal = MemoryJournal()
@@ -298,7 +300,10 @@ class Host:
                 if self.world.now - self._gave_way_at > GIVE_WAY_S:
                     self._end_server()
         self.local.turn()
-        if self.local.takes_over and not self._starting and self.server is None:
+        if self.local.takes_over and self.cannot_serve:
+            self.failed += 1
+            self.local.cannot_serve()
+        elif self.local.takes_over and not self._starting and self.server is None:
             self._starting = True
             self.world.takeovers += 1
             copy, terms = self.local.copy.load(), self.local.next_terms()

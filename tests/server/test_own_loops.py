@@ -146,6 +146,7 @@ def one_finishes_after_another_has_failed() -> Bench:
     bench = started("00", "01", lease_s=10.0)
     train(bench, "01", 1)
     bench.leave("01", failed=True, reason="its process has ended")
+    train(bench, "00", 3)
     finish(bench, "00")
     return bench
 
@@ -154,7 +155,9 @@ def test_who_failed_in_the_middle_has_time_to_come_back() -> None:
     bench = one_finishes_after_another_has_failed()
     bench.tick(15.0)
     assert bench.state.stage == "running"
-    bench.join("01", incarnation=2)
+    before, end = bench.roster.left["node0/worker1"].step, bench.member("00").step
+    (welcome,) = bench.join("01", incarnation=2)["01"]
+    assert isinstance(welcome, Welcome) and welcome.step == before < end
     bench.ask("01", steps=STEPS)
     assert bench.round("00", "01").new == (1,), "who has finished gives it the model"
     bench.complete_all("00", "01")
