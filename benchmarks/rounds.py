@@ -44,7 +44,7 @@ def times(members: SimulatedGroup, numel: int, rounds: int) -> tuple[list[float]
     rounds_s, copies_s = list[float](), list[float]()
 
     @torch.no_grad()
-    def timed(parameters: Flat, group: Group, order: Round | None) -> None:
+    def timed(parameters: Flat, group: Group, order: Round) -> None:
         start = time.thread_time()
         other.copy_(parameters[0])
         copied = time.thread_time()

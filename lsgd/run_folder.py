@@ -154,10 +154,11 @@ def _has_ended(folder: Path, launched_ns: int) -> bool:
 
 
 def is_live(folder: Path) -> bool:
-    """Whether a launcher of any user and node holds this run folder's lock."""
+    """Whether a launcher of any user and node holds this run folder's lock, and its run has not ended."""
     for path in inside(folder, "node*.lock"):
         with suppress(OSError), path.open() as file:
-            if _flock(file.fileno(), fcntl.LOCK_SH) in _HELD:
+            launched_ns = os.fstat(file.fileno()).st_mtime_ns
+            if _flock(file.fileno(), fcntl.LOCK_SH) in _HELD and not _has_ended(folder, launched_ns):
                 return True
     return False
 

@@ -115,10 +115,6 @@ class AlgorithmSettings:
         """Return the bytes that a worker sends per iteration, on average, each worker on a node of its own."""
         raise NotImplementedError
 
-    def obstacle_to_offload(self) -> str:
-        """Return why what these settings exchange cannot be in host memory; empty if it can."""
-        return ""
-
     def create(self, parameters: "Flat", run: str = "") -> "Algorithm":
         """Return the algorithm with these settings, in its initial state; only workers call it, not servers.
 

@@ -48,7 +48,7 @@ class Memory:
 def settings_of(*, offload: bool) -> dict[str, AlgorithmSettings]:
     """Return the cases that can be measured, by their names."""
     made = {name: algorithm_of(table, name) for name, table in CASES.items()}
-    return {name: each for name, each in made.items() if not (offload and each.obstacle_to_offload())}
+    return {name: each for name, each in made.items() if not (offload and each.schedule().identical)}
 
 
 def plan(*, offload: bool) -> Plan:

@@ -52,10 +52,8 @@ class Soft(Algorithm):
         self._sums = empty_sums(parameters)
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round) -> Commit | None:
         """Average the models, to change them when all means have arrived."""
-        if order is None:
-            return None
         finite = self.is_finite(parameters)
         contribute(parameters, self._sums, finite)
         for total in self._sums:

@@ -91,7 +91,7 @@ class Algorithm:
         Newcomers already have the model of ``round.source``, and all members have its :meth:`shared_state`.
         """
 
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round) -> Commit | None:
         """Exchange models, or begin to; called before the forward pass."""
         return None
 
@@ -103,7 +103,7 @@ class Algorithm:
         """
         return finiteness(parameters) if self.finite is None else self.finite
 
-    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> Commit | None:
+    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round) -> Commit | None:
         """Exchange gradients, or complete an exchange of models; called between the backward pass and the optimizer."""
         return None
 

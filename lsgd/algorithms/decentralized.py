@@ -82,9 +82,9 @@ class DecentralizedSGD(Delayed):
         self._received = empties(self._sums) if self.settings.peers in ONE_PEER else []
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round) -> Commit | None:
         """Begin the exchange."""
-        if order is None or not parameters:
+        if not parameters:
             return None
         finite = self.is_finite(parameters)
         contribute(parameters, self._sums, finite)
@@ -108,7 +108,7 @@ class DecentralizedSGD(Delayed):
         if averaged:
             copy_all(parameters, [mean[:-1] for mean in self._sums])
 
-    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> Commit | None:
+    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round) -> Commit | None:
         """Wait for the exchange, to write the means back."""
         return self.settle(parameters)
 

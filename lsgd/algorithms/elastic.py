@@ -52,10 +52,8 @@ class ElasticSGD(Algorithm):
         self.master = clones(parameters)
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round) -> Commit | None:
         """Average the models, to move each toward the master and the master toward the mean."""
-        if order is None:
-            return None
         finite = self.is_finite(parameters)
         means = empties(self.master)
         for x, m, mean in zip(parameters, self.master, means, strict=True):

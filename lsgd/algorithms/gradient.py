@@ -29,10 +29,6 @@ class GradientSettings(AlgorithmSettings):
         """Every iteration is a round."""
         return Schedule(1, 1, lockstep=True, identical=True)
 
-    def obstacle_to_offload(self) -> str:
-        """Return that gradients stay on the GPU."""
-        return f"{self.name} exchanges gradients, which stay on the GPU; choose a method that exchanges models"
-
 
 def buckets(gradients: Flat, nbytes: int) -> Iterator[Tensor]:
     """Yield slices of the flat gradients, at most ``nbytes`` bytes each, from the last to the first.
@@ -75,10 +71,8 @@ class GradientAlgorithm(Algorithm):
         """Return the slices of the flat gradients to exchange, in order."""
         return list(buckets(gradients, int(self.settings.bucket_mib * 2**20)))
 
-    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round | None) -> Commit | None:
+    def after_backward(self, parameters: Flat, gradients: Flat, group: Group, order: Round) -> Commit | None:
         """Exchange all buckets now."""
-        if order is None:
-            return None
         buckets = self.buckets(gradients)
         for index, bucket in enumerate(buckets):
             self.exchange_bucket(bucket, index, group, order)

@@ -141,10 +141,8 @@ class LeaderSGD(Delayed):
             self._local = _LeaderCopy(clones(self._global.model), self.settings)
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round) -> Commit | None:
         """Begin to send the leaders' models; without a delay, also receive them, to pull toward them."""
-        if order is None:
-            return None
         finite = None
         if order.scope == "global":  # local rounds never change the periods
             finite = self.is_finite(parameters)

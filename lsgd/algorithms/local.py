@@ -266,7 +266,7 @@ class LocalSGD(Delayed):
         self._members = members
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round) -> Commit | None:
         """Begin to average a fragment's changes; without a delay, wait for it, to take the outer step.
 
         Raises:
@@ -274,8 +274,6 @@ class LocalSGD(Delayed):
         """
         if self._gives_up:
             raise OutlierError(self._gives_up)
-        if order is None:
-            return None
         finite, counts = self.is_finite(parameters), group.rank not in self._new(order)
         fragment, now = order.exchanges % len(self._fragments), self._steps
         changes: list[Tensor] = []

@@ -99,10 +99,8 @@ class LowPrecisionDecentralizedSGD(Algorithm):
         self.model, self.copies = model, copies
 
     @no_grad
-    def before_forward(self, parameters: Flat, group: Group, order: Round | None) -> Commit | None:
+    def before_forward(self, parameters: Flat, group: Group, order: Round) -> Commit | None:
         """Mix the models and exchange the changes, to apply them."""
-        if order is None:
-            return None
         finite = self.is_finite(parameters)
         current = self._mean(parameters, self.model, finite, group)
         if not self._neighbors:

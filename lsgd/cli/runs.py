@@ -27,7 +27,7 @@ def find_runs(folder: Path) -> list[dict[str, Any]]:
 
 def _run(folder: Path) -> dict[str, Any]:
     result = read(folder)
-    if result.get("state") not in ENDED and is_live(folder):  # the launcher of one that has ended may wait for a store
+    if is_live(folder):
         result["state"] = "running"
     elif result.get("state") == "over":
         result["state"] = ended(result)

@@ -176,7 +176,7 @@ class Part(IterableDataset[Any]):
 
     def take_position(self, saved: dict[str, Any]) -> None:
         """Continue at a saved position."""
-        _continue(self, saved)
+        self.load_state_dict(saved["state"])
 
 
 class StreamLoader(DataLoader[Any]):
@@ -257,7 +257,7 @@ class StreamLoader(DataLoader[Any]):
 
     def take_position(self, saved: dict[str, Any]) -> None:
         """Continue at a saved position."""
-        _continue(self, saved)
+        self.load_state_dict(saved["state"])
 
 
 def _state_of(stream: Any, drawn: int) -> dict[str, Any] | None:
@@ -265,14 +265,6 @@ def _state_of(stream: Any, drawn: int) -> dict[str, Any] | None:
     if _is_of("streaming", "StreamingDataset", stream):
         return dict(stream.state_dict(drawn, from_beginning=True))
     return stream.state_dict() if hasattr(stream, "load_state_dict") else None
-
-
-def _continue(stream: Part | StreamLoader, saved: dict[str, Any]) -> None:
-    """Continue at a saved position; warn if it is one in other data."""
-    if stream.fits(saved):
-        stream.load_state_dict(saved["state"])
-    else:
-        logger.warning("a stream is other data than that of the checkpoint: it begins at its first pass")
 
 
 # -- how streams are divided -----------------------------------------------------------------------------------

@@ -69,9 +69,12 @@ class Plan:
             raise ConfigError(
                 "offload = true, but transport = 'nccl' cannot send from the CPU's memory; set transport to auto or tcp"
             )
-        for phase in self.phases:
-            if obstacle := phase.algorithm.obstacle_to_offload():
-                raise ConfigError(f"offload = true, but {obstacle}")
+        names = [p.algorithm.name for p in self.phases if p.algorithm.schedule().identical]
+        if names:
+            raise ConfigError(
+                f"offload = true, but {names[0]} exchanges gradients, which stay on the GPU; choose a method that "
+                f"exchanges models"
+            )
 
     @property
     def transport(self) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from lsgd.errors import ConfigError
-from lsgd.settings import nearest, setting
+from lsgd.settings import AlgorithmSettings, nearest, setting
 
 TRANSPORTS = ("auto", "tcp", "nccl")
 
@@ -114,3 +114,12 @@ class RunSettings:
         low=0,
         high=1 << 30,
     )
+
+    @property
+    def has_end(self) -> bool:
+        """Whether these settings end the run; otherwise the scripts' own loops do, or an operator."""
+        return bool(self.iterations or self.seconds)
+
+    def leads(self, algorithm: AlgorithmSettings) -> bool:
+        """Whether, with this algorithm, workers take over something of an elected worker's model."""
+        return algorithm.elects or "leader" in (self.consensus, self.buffers)

@@ -165,7 +165,9 @@ class GlobalDaemon:
         """Serve until the run is over and return the exit code."""
         while not self._state.over:
             if self._gave_way_at and time.monotonic() - self._gave_way_at > GIVE_WAY_S:
-                return self._give_way()
+                if self._journal:
+                    self._journal.finish()  # leaves nothing to continue from
+                return MOVED
             wait_for(TICK_S, self._listener, signals.wakeup)
             signals.wakeup.clear()
             if signals.at_once:
@@ -225,12 +227,6 @@ class GlobalDaemon:
         for peer in peers:
             self._send(peer, b"", moved)
         self._flush()
-
-    def _give_way(self) -> int:
-        """Leave nothing to continue from, and return the exit code."""
-        if self._journal:
-            self._journal.finish()
-        return MOVED
 
     def _guard(self, now: float) -> None:
         """Forget who is gone and report who was refused; drop all connections if memory fills."""

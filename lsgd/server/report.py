@@ -59,7 +59,7 @@ def summary(state: RunState, now: float) -> dict[str, Any]:
         "progress": state.progress(now),
         "participation": book.participation,
         "loss": _loss(book.elections),
-        "seconds": 0.0 if state.started_at is None else now - state.started_at,
+        "seconds": state.elapsed_s(now),
         "rounds_local": book.ordered["local"],
         "rounds_global": book.ordered["global"],
         "term": state.terms[-1].number,
@@ -78,7 +78,7 @@ def progress(state: RunState, now: float, departed: Collection[str] = ()) -> Run
     gone = [m for name, m in roster.left.items() if name in departed and name not in roster.members]
     members = sorted([*roster.members.values(), *gone], key=by_place)[:MAX_PROGRESS_WORKERS]
     return RunProgress(
-        seconds=0.0 if state.started_at is None else now - state.started_at,
+        seconds=state.elapsed_s(now),
         state=state.stage,
         code=reason.code,
         reason=str(reason),

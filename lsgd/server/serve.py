@@ -88,7 +88,7 @@ def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) ->
         f"lsgd {__version__} global server on {listens_on}, {plan.algorithm.name}, waits for {waits}"
         f"{'' if launched else how}"
     )
-    if not (plan.run.iterations or plan.run.seconds):
+    if not plan.run.has_end:
         where = "" if launched else f" --connect {address}{trusts}"
         say(
             f"the plan has no end (neither iterations nor seconds): scripts of lsgd.wrap end the run with their own "

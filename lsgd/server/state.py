@@ -161,8 +161,7 @@ class RunState:
     @property
     def has_end(self) -> bool:
         """Whether the plan ends the run, or the scripts' own loops do."""
-        run = self.plan.run
-        return bool(run.iterations or run.seconds) or any(m.steps for m in self.roster.members.values())
+        return self.plan.run.has_end or any(m.steps for m in self.roster.members.values())
 
     @property
     def expected(self) -> int:
@@ -193,8 +192,7 @@ class RunState:
     @property
     def leads(self) -> bool:
         """Whether other workers use what the elected worker has."""
-        run = self.plan.run
-        return self.course.algorithm.elects or "leader" in (run.consensus, run.buffers)
+        return self.plan.run.leads(self.course.algorithm)
 
     def progress(self, now: float) -> float:
         """Return the completed share of the run, 0 to 1; 0 for one without an end."""
@@ -212,9 +210,12 @@ class RunState:
         passed, made = self._share_of_time(self.now), self.ledger.count - self.ledger.base
         return min(by_count, made / members / passed) if passed else by_count
 
+    def elapsed_s(self, now: float) -> float:
+        """Return the seconds since the first round was ordered; 0 before."""
+        return 0.0 if self.started_at is None else now - self.started_at
+
     def _share_of_time(self, now: float) -> float:
-        elapsed_s = 0.0 if self.started_at is None else now - self.started_at
-        return min(1.0, elapsed_s / self.plan.run.seconds) if self.plan.run.seconds else 0.0
+        return min(1.0, self.elapsed_s(now) / self.plan.run.seconds) if self.plan.run.seconds else 0.0
 
     def _share_of_loops(self, now: float) -> float:
         """Return the completed share of the scripts' own loops; with many workers, as of a moment ago."""
@@ -273,7 +274,7 @@ class RunState:
 
     def _what_finished_wait_for(self) -> Reason:
         members = self.roster.members.values()
-        return Why.TRAIN_ON(who=named(m for m in members if not (m.finished or m.last)) or "one that failed")
+        return Why.TRAIN_ON(who=named(m for m in members if not m.last) or "one that failed")
 
     def forget_words(self) -> None:
         """Drop the cached sentence of :meth:`waits_for`, because something has happened."""

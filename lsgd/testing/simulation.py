@@ -313,13 +313,15 @@ class SimulatedWorker:
 
     def iterate(self, order: Round | None, compute_loss: Callable[[], Tensor]) -> float:
         """Take one step, with this round or without one, and return its loss."""
-        with self._current():
-            land(self.algorithm.before_forward(self.parameters, self.group, order))
+        if order is not None:
+            with self._current():
+                land(self.algorithm.before_forward(self.parameters, self.group, order))
         for gradient in self.gradients:
             gradient.zero_()
         loss = compute_loss()
         loss.backward()  # type: ignore[no-untyped-call]
-        land(self.algorithm.after_backward(self.parameters, self.gradients, self.group, order))
+        if order is not None:
+            land(self.algorithm.after_backward(self.parameters, self.gradients, self.group, order))
         if self._flat is not None:
             self._flat.write_back()
         self.optimizer.step()

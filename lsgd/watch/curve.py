@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from lsgd.algorithms import ALGORITHMS
 from lsgd.means import mean_of_finite
 from lsgd.watch.view import place
 
@@ -29,15 +28,14 @@ Rounds = Sequence[dict[str, Any]]
 def draw(result: dict[str, Any], rounds: Rounds, path: Path) -> None:
     """Draw each worker's loss over the run's iterations, and below it the leader over time, to a PNG file.
 
-    Leaders are shown if the algorithm sends the elected worker's model to the others. ``result`` is the content of
-    ``result.json``; there is at least one round.
+    Leaders are shown if others have taken over something of theirs. ``result`` is the content of ``result.json``; there
+    is at least one round.
     """
     workers = sorted({worker for e in rounds for worker in e["losses"]}, key=place)
     many = len(workers) > len(COLORS)
     colors = {worker: GRAY if many else COLORS[i] for i, worker in enumerate(workers)}
-    algorithm = str(result.get("algorithm", ""))
-    elects = not many and algorithm in ALGORITHMS and ALGORITHMS[algorithm].elects
-    levels = sorted({(e["scope"], e["node"]) for e in rounds}) if elects else []  # that of all workers first
+    led = set() if many else {(e["scope"], e["node"]) for e in rounds if e["worker"]}
+    levels = sorted(led)  # that of all workers first
     figure = Figure(figsize=(9, 5.0 + 0.3 * len(levels)), layout="constrained")
     if levels:
         losses, leaders = figure.subplots(2, 1, sharex=True, height_ratios=[5, 0.35 + 0.3 * len(levels)])

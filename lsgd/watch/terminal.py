@@ -10,7 +10,7 @@ from rich.text import Text
 
 from lsgd.errors import JoinError
 from lsgd.protocol.sockets import ConnectorKeys
-from lsgd.watch.reader import ANSWER_WITHIN_S, Reader, silent
+from lsgd.watch import reader
 from lsgd.watch.view import RunView
 
 
@@ -27,9 +27,7 @@ AWAY_FOR_S = 10.0
 WATCH_EVERY_S = 2.0
 
 
-def watch(
-    address: str, keys: ConnectorKeys | None = None, answer_within_s: float = ANSWER_WITHIN_S
-) -> Iterator[RunView]:
+def watch(address: str, keys: ConnectorKeys | None = None) -> Iterator[RunView]:
     """Yield the view of a run every two seconds until it is over; wait for its server to restart.
 
     Raises:
@@ -37,15 +35,15 @@ def watch(
     """
     run = RunView()
     shown_at, heard_at = -math.inf, time.monotonic()
-    with Reader(address, keys) as reader:
+    with reader.Reader(address, keys) as stream:
         while run.state != "over":
-            batch = reader.read(min(answer_within_s, 0.5))
+            batch = stream.read(0.5)
             run.take(batch)
             now = time.monotonic()
             if batch.connected:
                 heard_at = now
-            elif now - heard_at > (AWAY_FOR_S if run.run else answer_within_s):
-                raise JoinError(silent(address, now - heard_at))
+            elif now - heard_at > (AWAY_FOR_S if run.run else reader.ANSWER_WITHIN_S):
+                raise JoinError(reader.silent(address, now - heard_at))
             if run.run and not batch.more and (now - shown_at >= WATCH_EVERY_S or run.state == "over"):
                 shown_at = now
                 yield run

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from lsgd.algorithms import ALGORITHMS
 from lsgd.means import mean_of_finite
 from lsgd.protocol.events import (
     Event,
@@ -225,8 +224,8 @@ class RunView:
 
     @property
     def elects(self) -> bool:
-        """Whether workers take over what an elected leader has, so that it matters who leads; if unknown, it does."""
-        return self.algorithm not in ALGORITHMS or ALGORITHMS[self.algorithm].elects
+        """Whether workers have taken over what an elected leader has: otherwise nobody counts as one."""
+        return any(worker.times_leader for worker in self.workers.values())
 
     @property
     def rate(self) -> float | None:

@@ -123,6 +123,7 @@ def test_the_status_of_a_run_that_has_ended_is_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr("lsgd.watch.reader.ANSWER_WITHIN_S", 0.2)
     with claimed(folder, 0, "tcp://127.0.0.1:9"):  # its launcher waits until the store has all
         assert find_live(Path("runs"))[0] == folder, "the result is that of the run before"
+        assert json.loads(CliRunner().invoke(main, ["runs", "--json"]).stdout)[0]["state"] == "running"
         (folder / "result.json").write_text(json.dumps(result))
         assert "finished: all 900" in CliRunner().invoke(main, ["status"]).stdout
         assert "finished" in CliRunner().invoke(main, ["runs"]).stdout
@@ -178,7 +179,8 @@ def test_the_table_of_members():
     assert lines[3] == "period 24: a round takes 1.2 s, a step 0.05 s"
     assert lines[5].split() == ["node0/worker0", "0", "live", "12", "0.1235", "3", "0.0", "s"]
     assert lines[6].split() == ["node0/worker1", "-", "left", "12", "-", "3", "0.0", "s"]
-    console.print(terminal.view(RunView(status | {"algorithm": "local", "delay": 6})))  # which has no leaders
+    members = [each | {"times_leader": 0} for each in (member, away)]  # as without leaders
+    console.print(terminal.view(RunView(status | {"algorithm": "local", "delay": 6, "members": members})))
     lines = console.file.getvalue().splitlines()
     assert lines[-2].split() == ["node0/worker0", "0", "live", "12", "0.1235", "0.0", "s"]
     assert "period 24 with a delay of 6: a round takes 1.2 s, a step 0.05 s" in lines

@@ -254,7 +254,7 @@ def test_the_position_of_other_data_is_not_taken(run, caplog) -> None:
     run.saves(joined)
     del mine
     assert values(run.joins().attend(loader(Plain()))) == list(range(LENGTH))
-    assert "a stream is other data than that of the checkpoint" in caplog.text
+    assert "a loader is for other data than that of the checkpoint" in caplog.text
 
 
 def test_an_object_attended_after_the_join_comes_back(run, caplog) -> None:

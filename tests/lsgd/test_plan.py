@@ -419,7 +419,7 @@ def plans(draw: st.DrawFn) -> Plan:
     run = drawn(draw, RunSettings)
     if any(phase.algorithm.schedule().lockstep for phase in phases):
         run = replace(run, offline_iterations=0)
-    if run.transport == "nccl" or any(phase.algorithm.obstacle_to_offload() for phase in phases):
+    if run.transport == "nccl" or any(phase.algorithm.schedule().identical for phase in phases):
         run = replace(run, offload=False)
     return Plan(run, tuple(phases))
 

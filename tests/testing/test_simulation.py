@@ -23,17 +23,21 @@ class Noting(Algorithm):
     """Notes what it is called with."""
 
     def __init__(self):
-        self.rounds = []
+        self.steps = 0
+        self.rounds = {}
         self.notes = []
 
     def reset(self, parameters, group, round):
         self.notes.append(("reset", round.id))
 
     def before_forward(self, parameters, group, round):
-        self.rounds.append(round)
+        self.rounds[self.steps] = round
 
     def settle(self, parameters):
-        self.notes.append(("settle", len(self.rounds)))
+        self.notes.append(("settle", self.steps))
+
+    def after_step(self, parameters):
+        self.steps += 1
 
 
 @dataclass(frozen=True)
@@ -63,11 +67,11 @@ def test_rounds_come_by_the_schedule_and_the_lowest_losses_lead():
         return worker.algorithm
 
     for algorithm in simulate(NODES, member):
-        assert [r and (r.id, r.scope, r.exchanges) for r in algorithm.rounds] == [
-            *((1, "global", 0), None, (2, "local", 1), None),
-            *((3, "global", 1), None, (4, "local", 2), None, (5, "global", 2)),
-        ]
-        first, *others = filter(None, algorithm.rounds)
+        assert {step: (r.id, r.scope, r.exchanges) for step, r in algorithm.rounds.items()} == {
+            **{0: (1, "global", 0), 2: (2, "local", 1), 4: (3, "global", 1)},
+            **{6: (4, "local", 2), 8: (5, "global", 2)},
+        }
+        first, *others = algorithm.rounds.values()
         assert (first.leader, first.leaders) == (0, (0, 2)), "before the first loss: the lowest ranks"
         assert {(r.leader, r.leaders) for r in others} == {(1, (1, 2))}
         assert algorithm.notes == [("reset", 1), *(("settle", n) for n in (2, 4, 6, 8))]
@@ -137,11 +141,11 @@ def test_a_faster_worker_makes_more_steps_between_the_same_rounds():
         worker = SimulatedWorker.of_model(group, NotingSettings(), model, optimizer, speed=speed)
         for _ in range(int(8 * speed)):
             worker.step(lambda: model.bias.sum())
-        return [bool(order) for order in worker.algorithm.rounds], [r.id for r in worker.algorithm.rounds if r]
+        return [*worker.algorithm.rounds], [r.id for r in worker.algorithm.rounds.values()]
 
     fast, *slow = simulate(NODES, member)
-    assert fast == ([True, False, False, False] * 4, [1, 2, 3, 4])
-    assert slow == [([True] * 4, [1, 2, 3, 4])] * 2
+    assert fast == ([0, 4, 8, 12], [1, 2, 3, 4])
+    assert slow == [([0, 1, 2, 3], [1, 2, 3, 4])] * 2
 
 
 def test_a_speed_may_be_a_decimal_fraction():

@@ -47,7 +47,7 @@ def test_a_host_that_is_not_here_is_said(host, trouble) -> None:
         server._bind(host, None)
 
 
-def told(seconds, workers=2, rounds_every=5):
+def told(seconds, workers=2, rounds_every=5, leads=True):
     """Return the story of a run that has gone on for so long, with a worker that waits more than it computes."""
     story, names = Story(), [f"node{i // 8}/worker{i % 8}" for i in range(workers)]
     seq = 0
@@ -55,7 +55,7 @@ def told(seconds, workers=2, rounds_every=5):
         happened = []
         if k % rounds_every == 0:
             losses = {name: float("nan") if i == 1 else 2.0 + i for i, name in enumerate(names)}
-            leader = names[k // rounds_every // 2 % 2]
+            leader = names[k // rounds_every // 2 % 2] if leads else ""
             happened.append(RoundOrdered(k // rounds_every + 1, "global", -1, leader, 10 * k, float(k), losses))
         lines = [
             WorkerProgress(name, i, "live", 5 * k, 1.0, 0.1, k * (0.25 if i else 0.75), k * 0.25, 0.0, 1000 * k, 0)
@@ -77,8 +77,8 @@ def test_the_data_say_who_leads_who_is_slow_and_who_is_gone():
     assert loss["counts"][:3] == [0, 50, 100] and loss["workers"]["node0/worker1"][0] is None  # not finite
     assert loss["consensus"][0] == [0, 2.0]
     assert loss["leaders"][:2] == [[0, 2.0, "node0/worker0"], [100, 2.0, "node0/worker1"]]
-    story.view.algorithm = "local"  # which has no leaders
-    assert snapshot(story)["loss"]["leaders"] == []
+    assert data["head"]["elects"] and not snapshot(told(60, leads=False))["head"]["elects"]
+    assert snapshot(told(60, leads=False))["loss"]["leaders"] == []
     fast, slow = data["workers"]
     assert (fast["compute"], slow["compute"]) == pytest.approx((0.75, 0.25)) and fast["rate"] == pytest.approx(5)
     assert slow["state"] == "left" and slow["reason"] == "its process has ended"

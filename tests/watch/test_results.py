@@ -54,12 +54,12 @@ def test_the_picture_shows_the_losses_and_who_led_when(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "workers", "colors"),
-    [("local", 2, curve.COLORS[:2]), ("leader", 40, (curve.GRAY, curve.BLACK)), ("not installed", 1, curve.COLORS[:1])],
+    ("leader", "workers", "colors"),
+    [("", 2, curve.COLORS[:2]), ("node0/worker0", 40, (curve.GRAY, curve.BLACK)), ("", 1, curve.COLORS[:1])],
 )
-def test_the_picture_without_leaders(tmp_path: Path, algorithm, workers, colors) -> None:
-    rounds = [round_of(number, "node0/worker0", 10 * number, workers) for number in range(5)]
-    curve.draw(RESULT | {"algorithm": algorithm}, rounds, path := tmp_path / "curve.png")
+def test_the_picture_without_leaders(tmp_path: Path, leader, workers, colors) -> None:
+    rounds = [round_of(number, leader, 10 * number, workers) for number in range(5)]
+    curve.draw(RESULT, rounds, path := tmp_path / "curve.png")
     for color in colors:
         assert 0 < pixels(path, color).max() < 0.3
 

@@ -266,8 +266,10 @@ class Checkpoints:
         self._loaders.append(weakref.ref(loader))
         if self._positions:
             fitting = [index for index, saved in enumerate(self._positions) if loader.fits(saved)]
-            if fitting or not self._misfit:
-                loader.take_position(self._positions.pop(fitting[0]) if fitting else self._positions[0])  # or it warns
+            if fitting:
+                loader.take_position(self._positions.pop(fitting[0]))
+            elif not self._misfit:
+                logger.warning("a loader is for other data than that of the checkpoint: it begins at the first epoch")
             self._misfit |= not fitting
         if self._noted is not None:
             self._noted.append((self._loaders[-1], loader.position()))

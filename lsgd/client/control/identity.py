@@ -31,7 +31,6 @@ class Identity:
         run_dir: folder of results that the launcher made; None without a launcher.
         resume: folder of checkpoints to resume from, if any.
         restarted: whether it replaces a process that died in the same run.
-        from_variables: whether a script that finds no local server may run alone.
     """
 
     index: int
@@ -40,7 +39,6 @@ class Identity:
     run_dir: Path | None
     resume: Path | None = None
     restarted: bool = False
-    from_variables: bool = False
 
 
 def identify(environ: Mapping[str, str] = os.environ) -> Identity:
@@ -58,7 +56,6 @@ def identify(environ: Mapping[str, str] = os.environ) -> Identity:
         run_dir=Path(run_dir) if run_dir else None,
         resume=Path(resume) if resume else None,
         restarted=bool(environ.get("LSGD_RESTARTED")),
-        from_variables=True,
     )
 
 

@@ -117,7 +117,7 @@ def find_server(island: Island, identity: Identity | None) -> Found:
         def find() -> tuple[Identity, WorkerHelloReply]:
             nonlocal servers, channel
             found = identity or identify()
-            servers, channel = _connect(found, opened)
+            servers, channel = _connect(found, opened, alone=identity is None and is_alone(os.environ))
             island.connect(channel)
             return found, _hello(channel, found)
 
@@ -165,10 +165,10 @@ def join_run(
     return Membership(identity, device, channel, join, welcome, plan, island, found.servers, found.global_address)
 
 
-def _connect(identity: Identity, opened: contextlib.ExitStack) -> tuple[Solo | None, Channel]:
-    """Return this process's own servers, if it runs alone, and its channel."""
+def _connect(identity: Identity, opened: contextlib.ExitStack, *, alone: bool) -> tuple[Solo | None, Channel]:
+    """Return this process's own servers, if it runs ``alone``, and its channel."""
     servers, address = None, identity.local_address
-    if identity.from_variables and is_alone(os.environ):
+    if alone:
         servers = Solo(os.environ)
         opened.callback(servers.close)
         address = servers.address

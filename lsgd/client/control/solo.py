@@ -112,5 +112,5 @@ def _say(run: RunSettings) -> None:
     )
     logger.warning(
         "no server found: this script runs alone, as one worker%s; to run with others: %s%s",
-        *(number, launch_line(), "" if run.iterations or run.seconds else end),
+        *(number, launch_line(), "" if run.has_end else end),
     )

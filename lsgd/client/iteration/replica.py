@@ -99,7 +99,7 @@ class Replica:
     @property
     def elects(self) -> bool:
         """Whether elected workers give others something of their models."""
-        return self.algorithm.settings.elects or "leader" in (self.run.consensus, self.run.buffers)
+        return self.run.leads(self.algorithm.settings)
 
     def check(self) -> None:
         """Check that the model and the optimizers still have the parameters that were joined.
@@ -372,8 +372,7 @@ class Replica:
             ExchangeError: it failed.
         """
         own = [wide(x) for x in self.flat.buffers]
-        counted = _said_by_all(finite and group.rank in order.averaged and self.algorithm.counts, group)
-        means = means_of_members(own, group, counted) if any(counted) else own
+        means, _ = _means(own, group, counts=finite and group.rank in order.averaged and self.algorithm.counts)
         return Commit(lambda *_: put(self.flat.buffers, means))
 
     def consensus(self, group: WorkerGroup, order: Round, *, finite: bool) -> Commit:
@@ -391,8 +390,10 @@ class Replica:
         led = of_member(order.leader, own, group) if self.elects else []
         if not finite:
             logger.warning(LEFT_OUT)
-        counted = _said_by_all(finite and group.rank not in order.new and self.algorithm.counts, group)
-        means = means_of_members(own, group, counted) if any(counted) else led or of_member(order.leader, own, group)
+        counts = finite and group.rank not in order.new and self.algorithm.counts
+        means, counted = _means(own, group, counts=counts)
+        if not any(counted):
+            means = led or of_member(order.leader, own, group)
         follows = self.run.consensus == "leader"
         if follows and any(counted) and not counted[order.leader]:
             logger.warning("the model of the leader, rank %d, does not count: the average replaces it", order.leader)
@@ -420,21 +421,18 @@ def of_member(rank: int, tensors: Sequence[Tensor], group: WorkerGroup) -> list[
     return copies
 
 
-def means_of_members(tensors: Sequence[Tensor], group: WorkerGroup, counted: Sequence[bool]) -> list[Tensor]:
-    """Return the means over the members that are ``counted``, at least one."""
-    count, own = sum(counted), counted[group.rank]
-    means = [x / count if own else torch.zeros_like(x) for x in tensors]
+def _means(own: list[Tensor], group: WorkerGroup, *, counts: bool) -> tuple[list[Tensor], list[bool]]:
+    """Return the means over the members that count, or this one's tensors if none does; and who counts, by rank."""
+    said = torch.zeros(group.size, device=group.device)
+    said[group.rank] = float(counts)
+    group.all_reduce(said).wait()
+    counted = [bool(each) for each in said.tolist()]
+    if not any(counted):
+        return own, counted
+    means = [x / sum(counted) if counts else torch.zeros_like(x) for x in own]
     for x in means:
         group.all_reduce(x).wait()
-    return means
-
-
-def _said_by_all(own: bool, group: WorkerGroup) -> list[bool]:
-    """Return what each member says, in rank order."""
-    said = torch.zeros(group.size, device=group.device)
-    said[group.rank] = float(own)
-    group.all_reduce(said).wait()
-    return [bool(each) for each in said.tolist()]
+    return means, counted
 
 
 def _relative(was: Tensor, now: Tensor) -> float:

@@ -70,7 +70,7 @@ class Rounds:
         self._looks: Sequence[Look] = ()  # of an island's processes at the model, ahead of the round
         self._later: ActiveRound | None = None  # the last round, if what it exchanges lands later
         self._transfer_s = 0.0  # that the last transfer took, until the servers hear it
-        self._count = 0  # of the run's iterations, as of the last global round
+        self.count = 0  # of the run's iterations, as of the last global round
         self._served: Algorithm | None = None  # the one that ``gradients`` serves
         self._warned = False  # about its losses
         traffic = self.entry.traffic
@@ -81,11 +81,6 @@ class Rounds:
     def pending(self) -> bool:
         """Whether a round waits for the backward pass."""
         return self.active is not None and self.active.pending
-
-    @property
-    def count(self) -> int:
-        """Iterations of the run, as of the last global round."""
-        return self._count
 
     @property
     def has_consensus(self) -> bool:
@@ -447,7 +442,7 @@ class Rounds:
         order = self.active.order
         self.committed, self.grants.lacking = order.id, self.active.lacking
         if order.scope == "global":
-            self._count = order.count
+            self.count = order.count
         self.entry.proceed()  # newcomers wait for what this member sends, not for its disk
         if order.checkpoint and not self.active.lacking:
             self._checkpoints.save(self.active.snapshot)
@@ -511,11 +506,11 @@ class Rounds:
             return "its state is not saved: no folder was given"
         if self.entry.lacking:
             return "its state is not saved, because it lacks parts of the run's model"
-        if not self._count:
+        if not self.count:
             last = self._checkpoints.last()
             instead = f"resume from {last} with lsgd launch --resume" if last else "begin a new run"
             return f"its state is not saved, because no global round came after an iteration: {instead}"
-        path = self._checkpoints.save(self._take(self._count))
+        path = self._checkpoints.save(self._take(self.count))
         if not self._checkpoints.writes:
             return "the head of its island saves its state"
         if path is None:

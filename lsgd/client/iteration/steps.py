@@ -39,7 +39,7 @@ class Steps:
         self.schedules = RateSchedules(
             lambda: self._grants.middle,
             replica.optimizers,
-            has_end=lambda: bool(run.iterations or run.seconds or self._grants.steps),
+            has_end=lambda: run.has_end or bool(self._grants.steps),
         )
         self._name = membership.join.worker
         self._whole = membership.island.size == 1

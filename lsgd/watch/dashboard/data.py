@@ -218,8 +218,7 @@ def losses(story: Story, workers: Sequence[str], now: tuple[int, Mapping[str, fl
     if now and (not kept or kept[-1][0] <= now[0]):
         kept.append(now)
     leads = [r for r in rounds if r.scope == "global"]
-    changes = [r for i, r in enumerate(leads) if i == 0 or leads[i - 1].leader != r.leader]
-    changes = changes if story.view.elects else []
+    changes = [r for i, r in enumerate(leads) if r.leader and (i == 0 or leads[i - 1].leader != r.leader)]
     return {
         "counts": [count for count, _ in kept],
         "workers": {w: [_number(by_worker.get(w)) for _, by_worker in kept] for w in workers},
