@@ -221,13 +221,13 @@ class Elsewhere:
                 if ours or (self.serves and welcome.count <= 0):
                     yield self._known[server], link, welcome
 
-    def takes_over(self, now: float, silent_s: float) -> bool:
-        """Whether this node has to serve the run from now on."""
+    def takes_over(self, now: float, silent_s: float, *, gone: bool) -> bool:
+        """Whether this node has to serve the run from now on; ``gone``: no server of it will answer at its place."""
         if silent_s < LOOK_AFTER_S or self._served is None:
             return False
         # A copy from before the last standbys were chosen is better than none: its node comes after them.
         rank = [*self.standbys, self._node].index(self._node)
-        return takes_over(rank, silent_s, self._knock(self._served.address, now))
+        return takes_over(rank, silent_s, False if gone else self._knock(self._served.address, now))
 
     def take(self, place: Place) -> None:
         """Keep the connection to a place no more: it is the one to the server that this node follows."""

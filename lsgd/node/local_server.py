@@ -138,6 +138,7 @@ class LocalServer:
         self.relay = ("", b"")
         self._dismissed: dict[bytes, bytes] = {}  # by socket: what workers are told that have to join again
         self._given_way = False  # the server that this node follows has given up
+        self._stranger = ""  # the run that a server has begun in the place of the one that this node follows
         self._say = say
         self._complain = complain
         self.processes = Processes()
@@ -240,7 +241,8 @@ class LocalServer:
         for refusal in self._refusals.report(self._listener, now):
             self._complain(refusal)
         if now - self._greeted_at >= HELLO_EVERY_S and not self.over and not self._last_word:
-            self._global.send([encode(self._hello()), *[encode(StopRun(self._stop))] * bool(self._stop)])
+            stops = bool(self._stop and not self._stranger)
+            self._global.send([encode(self._hello()), *[encode(StopRun(self._stop))] * stops])
             self._greeted_at = now
         if not self.failure and (refused := self._keys_refused(now)):
             self._refuse(refused)
@@ -280,7 +282,9 @@ class LocalServer:
                 link.send([encode(elsewhere.mine())])
             else:
                 self._global.send([encode(met(welcome, place))])
-        if not self.takes_over and now >= self._serves_from and could_serve and elsewhere.takes_over(now, silent_s):
+        if not self.takes_over and now >= self._serves_from and could_serve and elsewhere.takes_over(
+            now, silent_s, gone=bool(self._stranger)
+        ):
             self.takes_over, self._given_way = True, False
             self._complain(
                 f"the global server at {self._global.address} has been silent for {silent_s:.0f} s: node{self._node} "
@@ -292,7 +296,7 @@ class LocalServer:
         before, self._global = self._global, link
         before.close()
         self.elsewhere.take(place)
-        self.takes_over = self._given_way = False
+        self.takes_over, self._given_way, self._stranger = False, False, ""
         self._complain(f"follows the global server at {link.address}, in term {welcome.terms[-1].number} of the run")
         self._when_moved(replace(place, address=link.address))
         if self.copy.number and not anew:
@@ -392,7 +396,7 @@ class LocalServer:
                 reason = "its process has ended"
                 self._dead[peer] = encode(Leave(worker, int(peer), 0, True, reason))
                 self._say(f"{worker} is gone: {reason}")
-        if self._dead and self._global.send(list(self._dead.values())):
+        if self._dead and not self._stranger and self._global.send(list(self._dead.values())):
             self._dead.clear()
 
     def _note(self, peer: bytes, frame: bytes) -> None:
@@ -450,12 +454,16 @@ class LocalServer:
                     self._complain(f"invalid message from the global server: {error}")
 
     def _take(self, message: object, now: float) -> None:
+        if isinstance(message, NodeWelcome):
+            self._stranger = self._other_run(message)
+        if self._stranger:
+            return
         match message:
             case NodeWelcome(run):
                 if run != self.elsewhere.run:
                     self._say(f"connected to the global server at {self._global.address}, run {run}")
                 self._heard(message)
-            case Copy():
+            case Copy(run) if self.elsewhere.run in ("", run):  # it comes before the welcome of a new run
                 self.copy.take(message)
             case Moved(run, place, reason, other) if self.elsewhere.run in ("", run):
                 if not self._given_way:
@@ -474,6 +482,18 @@ class LocalServer:
                 self._leave_heard = True
                 if self._last_word:
                     self._ends_at = min(self._ends_at, now + LAST_WORDS_S)
+
+    def _other_run(self, welcome: NodeWelcome) -> str:
+        """Return the run of a server that has begun another one, where this node can continue its own; else nothing."""
+        own = self.elsewhere.run
+        if own in ("", welcome.run) or not self.copy.number or self._given_way:
+            return ""
+        if not self._stranger:
+            self._complain(
+                f"the global server at {self._global.address} has begun another run ({welcome.run}): this node stays "
+                f"in its own ({own})"
+            )
+        return welcome.run
 
     def _heard(self, welcome: NodeWelcome) -> None:
         """Note that the global server lives, unless it is one of an earlier term that was replaced."""
@@ -518,6 +538,8 @@ class LocalServer:
 
     def _away(self, now: float) -> str:
         """Return a line about a global server that does not answer, or an empty text if it does."""
+        if self._stranger:
+            return self._silence(now)
         if self.heard_at is not None and now - self.heard_at < SILENT_AFTER_S:
             return ""
         return self._silence(now)

@@ -213,8 +213,8 @@ def place_to_serve(place: Place, network: str) -> str:
         return network
     host, _, port = network.removeprefix("tcp://").rpartition(":")
     try:
-        ip = address_towards(host.strip("[]"))
-        free = free_port(ip, int(port))
+        ip, beside = address_towards(host.strip("[]")), host.strip("[]")
+        free = claim_port(ip, 0) if ip == beside else free_port(ip, int(port))  # node 0's may not be taken yet
     except (OSError, ConfigError):
         return ""
     return f"tcp://[{ip}]:{free}" if ":" in ip else f"tcp://{ip}:{free}"

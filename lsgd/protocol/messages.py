@@ -15,7 +15,7 @@ from typing import NamedTuple, Self, get_args
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
@@ -371,6 +371,7 @@ class Copy:
     A node that has a copy sends it to the server that takes over, which continues from the newest one.
 
     Args:
+        run: its identity.
         number: from 1; a standby says in its greetings which one it has.
         state: the journal's document, compressed.
         after: id of the last round in the copy before this one; 0: this one begins with the first that is kept.
@@ -379,6 +380,7 @@ class Copy:
         allowed: names and public keys that may connect, like ``certificate`` only where ``after`` is 0.
     """
 
+    run: str
     number: int
     state: bytes
     after: int

@@ -19,12 +19,13 @@ class HeldCopy:
     """The last copy, and the last rounds.
 
     Attributes:
+        run: that of the last copy.
         number: of the last copy; 0: there is none.
         certificate, allowed: as in the last :class:`Copy` that had them.
     """
 
     def __init__(self) -> None:
-        self.number = 0
+        self.run, self.number = "", 0
         self.certificate = b""
         self.allowed: dict[str, bytes] = {}
         self._state = b""
@@ -55,12 +56,12 @@ class HeldCopy:
         if not self._lacks_rounds:
             self._rounds += rounds
             self._last = last
-        self.number, self._state = copy.number, copy.state
+        self.run, self.number, self._state = copy.run, copy.number, copy.state
 
     def offer(self) -> Copy:
         """Return it for a server that takes over, with as many rounds as a copy has at most."""
         rounds = zlib.compress("\n".join(list(self._rounds)[-MAX_ROUNDS:]).encode(), 1) if self._rounds else b""
-        return Copy(self.number, self._state, 0, rounds)
+        return Copy(self.run, self.number, self._state, 0, rounds)
 
     def load(self) -> tuple[dict[str, Any], list[RoundOrdered]]:
         """Return the state and the rounds, as :meth:`lsgd.server.journal.Journal.load` does.

@@ -191,4 +191,4 @@ class Standbys:
         standby.round = rounds[-1].round if rounds else after
         packed = zlib.compress("\n".join(json.dumps(asdict(one)) for one in rounds).encode(), 1) if rounds else b""
         more = {} if after else {"certificate": state.certificate, "allowed": self._listed}
-        return Copy(self._number, self._state, after, packed, **more)  # type: ignore[arg-type]
+        return Copy(state.run, self._number, self._state, after, packed, **more)  # type: ignore[arg-type]

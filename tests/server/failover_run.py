@@ -18,7 +18,7 @@ from lsgd.node.local_server import LocalServer
 from lsgd.node.node import DEPOSED_S
 from lsgd.plan.plan import Plan
 from lsgd.protocol.events import RoundOrdered
-from lsgd.protocol.messages import Evicted, Go, Over, Place, Refused, Round, Stop, Term, Upward, decode, encode
+from lsgd.protocol.messages import Evicted, Go, Over, Place, Refused, Round, Stop, Term, Upward, Welcome, decode, encode
 from lsgd.protocol.sockets import Connector, Listener
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.course import Course
@@ -332,7 +332,7 @@ class Worker(SimulatedWorker):
 
     def __init__(self, host: Host, index: int, incarnation: int) -> None:
         self.host = host
-        self.severed = False
+        self.severed, self.of_run = False, ""
         self.model: Counter[int] = Counter()
         self.term: Term | None = None
         self.index = index
@@ -344,6 +344,10 @@ class Worker(SimulatedWorker):
         message: Any = decode(frame)
         if self.state == "gone":
             return
+        if isinstance(message, Welcome):
+            self.of_run = message.run
+        if isinstance(message, Evicted) and self.of_run not in ("", message.run):
+            return  # a server has begun another run
         if isinstance(message, Evicted):
             self.end()
             self.host.after(1.0, lambda: self.host.start_worker(self.index))

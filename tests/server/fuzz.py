@@ -89,7 +89,7 @@ def samples() -> list[bytes]:
         *(Request(*OTHER, 1, 0, 0, 0, 0.5), Done(*OTHER, 3, True, ""), Pause(*OTHER, 1, 0)),
         *(Leave(*OTHER, 0, False, "why"), Left(), Put(*OTHER, 1, "key", b"value"), Get(*OTHER, 1, "key")),
         *(NodeHello(PROTOCOL, 0, 1, "host", "0.1.0"), NodeWelcome("run"), NodeLeave(0, 1, "why")),
-        *(NodeWelcome("run", (Term(1, 0),), 5, (Place(0, "tcp://x:1"),)), Copy(1, b"state", 0, b"rounds")),
+        *(NodeWelcome("run", (Term(1, 0),), 5, (Place(0, "tcp://x:1"),)), Copy("run", 1, b"state", 0, b"rounds")),
         *(Meet("run", (Term(2, 1),), 5, Place(1, "tcp://x:1")), Moved("run", Place(1, "tcp://x:1"), "why", "run")),
         *(RunOver("why"), StopRun("why"), ChangeSettings({"period": "8"}), StatusQuery(0), Refused("why")),
         *(EventsQuery(PROTOCOL, 0), Events("epoch", 1, 2, 0, (encode_event(1.0, Note("code", "words")),) * 2)),

@@ -3,10 +3,12 @@
 ``python -m tests.server.failover_search`` tries thousands.
 """
 
+import random
+
 import pytest
 
 from .failover_run import World
-from .failover_search import search
+from .failover_search import may_die, search, world_of
 from .helpers import make_plan
 
 pytestmark = pytest.mark.slow
@@ -36,3 +38,19 @@ def test_who_could_not_serve_does_not_when_the_server_answers_again() -> None:
     standby.cannot_serve = False
     world.finish()
     assert world.takeovers == 0
+
+
+@pytest.mark.parametrize("seed", [2, 6, 23, 36, 42, 55])
+def test_a_new_run_that_node_0_begins_makes_way_for_the_one_that_is_under_way(seed: int) -> None:
+    """Its launcher was killed and is started again, perhaps before another node serves, and without its journal."""
+    world, rng = world_of(seed), random.Random(seed)
+    world.until(lambda: all(worker.committed for worker in world.workers), 60.0)
+    world.passes(rng.choice((0.3, 5.0, 12.0)))
+    host = world.hosts[0]
+    assert may_die(world, host)
+    host.die()
+    world.passes(rng.choice((1.0, 2.0, 4.0, 8.0, 20.0)))
+    host.journal.state = None
+    host.reboot()
+    world.passes(rng.choice((10.0, 60.0)))
+    assert world.finish().run == "run"

@@ -231,7 +231,7 @@ def test_damaged_copies_are_refused() -> None:
         held = HeldCopy()
         values: dict[str, Any] = {"certificate": copy.certificate, "allowed": copy.allowed}
         try:
-            held.take(Copy(copy.number, damaged(copy.state), copy.after, damaged(copy.rounds), **values))
+            held.take(Copy(copy.run, copy.number, damaged(copy.state), copy.after, damaged(copy.rounds), **values))
             held.load()
         except ProtocolError:
             refused += 1
