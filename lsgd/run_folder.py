@@ -11,7 +11,7 @@ import os
 import socket
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
@@ -35,6 +35,9 @@ LOOK_S = 1.0
 
 _HELD = (errno.EWOULDBLOCK, errno.EACCES)
 """What a lock that somebody else holds answers; any other error is that of a file system without locks."""
+
+MOST_NBYTES = 1 << 16
+"""How much of a lock is read."""
 
 EARLIER = ""
 """Stands for the run of files in the earlier layout."""
@@ -132,11 +135,11 @@ def find_live(folder: Path) -> tuple[Path, str, bytes]:
     """
     live = []
     for path in (*inside(folder, "node*.lock"), *inside(folder, "*/node*.lock")):
-        with suppress(OSError, ValueError), path.open() as file:
+        with suppress(OSError, ValueError, IndexError), path.open() as file:
             status = os.fstat(file.fileno())
             held = status.st_uid == os.getuid() and _flock(file.fileno(), fcntl.LOCK_SH)
             if held and not _has_ended(path.parent, status.st_mtime_ns):
-                place = _served(file.read())
+                place = _places(file.read())[0]
                 live.append((status.st_mtime_ns, path.parent, place.address, place.key))
     if not live:
         raise ConfigError(
@@ -184,39 +187,50 @@ def _lock(descriptor: int, folder: Path, node: int, address: str) -> None:
             f"--run-dir (RUN_NAME)"
         )
     with suppress(OSError):  # a full disk
+        before = [each for each in _places(os.pread(descriptor, MOST_NBYTES, 0).decode()) if each.node >= 0]
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _words(Place(-1, address)).encode(), 0)
+        os.pwrite(descriptor, _words([Place(-1, address), *before]).encode(), 0)
 
 
-def moved(folder: Path, node: int, place: Place) -> None:
-    """Write into the lock of a node that the run's global server is at another place now.
+def moved(folder: Path, node: int, places: Sequence[Place]) -> None:
+    """Write into the lock of a node where the run's global server is now, and then where it may be later.
 
     Its time stays that of the launch.
     """
     path = folder / f"node{node}.lock"
     with suppress(OSError):
         launched = path.stat()
-        path.write_text(_words(place))
+        path.write_text(_words(places))
         os.utime(path, ns=(launched.st_atime_ns, launched.st_mtime_ns))
 
 
 def followed(folder: Path, node: int) -> Place | None:
-    """Return where the global server was that the last launcher of a node followed, if the run had moved there."""
-    with suppress(OSError, ValueError):
-        place = _served((folder / f"node{node}.lock").read_text())
-        return place if place.node >= 0 else None
-    return None
+    """Return where the global server was that the last launcher of a node followed; None: it followed none."""
+    places = known(folder, node)
+    return places[0] if places and places[0].node >= 0 else None
 
 
-def _words(place: Place) -> str:
-    """Return the content of a lock: its process and host, and the global server's place (node -1: as launched)."""
-    return f"{os.getpid()} {socket.gethostname()} {place.address} {place.node} {place.key.hex()}\n"
+def known(folder: Path, node: int) -> list[Place]:
+    """Return the places in a node's lock: the global server's (node -1: as launched), and where it may be later."""
+    with suppress(OSError, UnicodeDecodeError):
+        return _places((folder / f"node{node}.lock").read_text())
+    return []
 
 
-def _served(lock: str) -> Place:
-    """Return the global server's place from the content of a lock; raises ValueError if it is not one."""
-    _, _, address, node, key, *_ = [*lock.split(), ""]
-    return Place(int(node), address, bytes.fromhex(key))
+def _words(places: Sequence[Place]) -> str:
+    """Return the content of a lock: its process and host, and places."""
+    lines = [f"{place.address} {place.node} {place.key.hex()}" for place in places]
+    return f"{os.getpid()} {socket.gethostname()} " + "\n".join(lines) + "\n"
+
+
+def _places(lock: str) -> list[Place]:
+    """Return the places in the content of a lock; those before the first that is damaged."""
+    places = list[Place]()
+    with suppress(ValueError):
+        for line in lock.splitlines():
+            address, node, key = [*line.split(), ""][0 if places else 2 :][:3]
+            places.append(Place(int(node), address, bytes.fromhex(key)))
+    return places
 
 
 def is_unfinished(folder: Path) -> bool:

@@ -168,6 +168,12 @@ class Elsewhere:
         """The connections to other places, to poll."""
         return list(self._links.values())
 
+    @property
+    def places(self) -> list[Place]:
+        """The place of the server that this node follows, if it says that, and others where the run may be later."""
+        served = [self._served] if self._served else []
+        return [*served, *(place for place in self._known.values() if place not in served)]
+
     def welcomed(self, welcome: NodeWelcome, address: str) -> None:
         """Note what the server that this node follows says of itself, and of its standbys."""
         if welcome.run != self.run:

@@ -157,7 +157,7 @@ def launch(settings: LaunchSettings) -> int:
         storing.check(settings.store, new=place.node == 0 and not settings.resume, node=node)
     arguments, keys, lines = _access(settings, network)
     servers = _shared_servers(settings, network, arguments) if place.node == 0 else {}
-    followed = run_folder.followed(settings.run_dir, place.node) if place.node else None
+    known = run_folder.known(settings.run_dir, place.node) if place.node else []
     with claimed(settings.run_dir, place.node, network):
         if place.node == 0 and not settings.continues:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
@@ -166,7 +166,7 @@ def launch(settings: LaunchSettings) -> int:
         _show_tokens(lines, settings.run_dir)
         store = storing.Storing(settings.store, settings.run_dir, place.node, environ) if settings.store else None
         with ExitStack() as after:
-            (status, *end), serves = _run(settings, network, followed, keys, servers, environ, store, after)
+            (status, *end), serves = _run(settings, network, known, keys, servers, environ, store, after)
             if serves:
                 lines = results.finish(settings.run_dir, status, *end)
                 show("".join(f"{LAUNCHER}{line}\n" for line in lines), sys.stdout)
@@ -178,7 +178,7 @@ def launch(settings: LaunchSettings) -> int:
 def _run(
     settings: LaunchSettings,
     network: str,
-    followed: Place | None,
+    known: Sequence[Place],
     keys: ConnectorKeys | None,
     servers: Mapping[str, Sequence[str]],
     environ: dict[str, str],
@@ -187,8 +187,8 @@ def _run(
 ) -> tuple[tuple[int, str, str], bool]:
     """Return the node's exit status, how the run ended (as :meth:`Node.conclude`), and whether it served it last.
 
-    ``followed``: where the global server was that an earlier launcher of this node followed. ``after``: takes what
-    handles signals from the run's end on.
+    ``known``: where an earlier launcher of this node has known the global server, or where it could have moved.
+    ``after``: takes what handles signals from the run's end on.
     """
     name, folder = node_name(settings.place.node), socket_folder()
     local, incarnation = f"ipc://{folder / SOCKET_NAME}", secrets.randbits(63)
@@ -216,7 +216,7 @@ def _run(
         knock = Knock()
         opened.callback(knock.close)
         own = Place(settings.place.node, offer, keys.public if keys else b"") if offer else None
-        elsewhere = Elsewhere(settings.place.node, connect, knock, own, [each for each in (first, followed) if each])
+        elsewhere = Elsewhere(settings.place.node, connect, knock, own, [first, *(p for p in known if p.node >= 0)])
         moved = partial(run_folder.moved, settings.run_dir, settings.place.node)
         server = LocalServer(*place, say=tell, complain=say, place=offer, elsewhere=elsewhere, when_moved=moved)
         opened.callback(server.disconnect)

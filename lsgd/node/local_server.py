@@ -4,7 +4,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -93,7 +93,7 @@ class LocalServer:
         workers: number of workers on this node.
         place: address where this node could start a global server; empty: nowhere.
         elsewhere: the other places of the run.
-        when_moved: called with the place of another server that this node follows from now on.
+        when_moved: called with the place of the server that this node follows, and then those where it may be later.
         clock: returns seconds that never go back.
 
     Attributes:
@@ -122,7 +122,7 @@ class LocalServer:
         complain: Callable[[str], None] = daemon.complain,
         place: str = "",
         elsewhere: Elsewhere,
-        when_moved: Callable[[Place], None] = lambda place: None,
+        when_moved: Callable[[Sequence[Place]], None] = lambda places: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node = node
@@ -134,7 +134,7 @@ class LocalServer:
         self.copy = HeldCopy()
         self.elsewhere = elsewhere
         self.takes_over, self._serves_from = False, -math.inf
-        self._when_moved = when_moved
+        self._when_moved, self._told = when_moved, list[Place]()
         self.relay = ("", b"")
         self._dismissed: dict[bytes, bytes] = {}  # by socket: what workers are told that have to join again
         self._given_way = False  # the server that this node follows has given up
@@ -282,8 +282,11 @@ class LocalServer:
                 link.send([encode(elsewhere.mine())])
             else:
                 self._global.send([encode(met(welcome, place))])
-        if not self.takes_over and now >= self._serves_from and could_serve and elsewhere.takes_over(
-            now, silent_s, gone=bool(self._stranger)
+        if (
+            not self.takes_over
+            and now >= self._serves_from
+            and could_serve
+            and elsewhere.takes_over(now, silent_s, gone=bool(self._stranger))
         ):
             self.takes_over, self._given_way = True, False
             self._complain(
@@ -298,7 +301,6 @@ class LocalServer:
         self.elsewhere.take(place)
         self.takes_over, self._given_way, self._stranger = False, False, ""
         self._complain(f"follows the global server at {link.address}, in term {welcome.terms[-1].number} of the run")
-        self._when_moved(replace(place, address=link.address))
         if self.copy.number and not anew:
             link.send([encode(self.copy.offer())])
         if anew:
@@ -311,6 +313,9 @@ class LocalServer:
         standbys = [place.node for place in welcome.places[1:]]
         if standbys and self._node not in standbys:  # a copy that gets old is worse than none
             self.copy = HeldCopy()
+        if welcome.places and self.elsewhere.places != self._told:
+            self._told = self.elsewhere.places
+            self._when_moved([replace(self._told[0], address=self._global.address), *self._told[1:]])
         self.heard_at = self._now
         if welcome.relay and (welcome.relay, welcome.relay_secret) != self.relay:
             self.relay = welcome.relay, welcome.relay_secret

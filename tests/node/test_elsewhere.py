@@ -8,7 +8,7 @@ from pathlib import Path
 from lsgd.node.elsewhere import LOOK_AFTER_S, Elsewhere, Knock, dial
 from lsgd.protocol.messages import PROTOCOL, NodeHello, NodeWelcome, Place, Term, encode
 from lsgd.protocol.sockets import ConnectorKeys, new_key_pair
-from lsgd.run_folder import claimed, find_live, followed, moved
+from lsgd.run_folder import claimed, find_live, followed, known, moved
 
 from ..integration.running import free_port, until
 
@@ -72,11 +72,11 @@ def test_a_node_that_comes_back_looks_where_the_run_was_and_takes_the_run_that_i
     assert followed(tmp_path, 2) is None
     with claimed(tmp_path, 2, HOME.address):
         assert find_live(tmp_path)[1:] == (HOME.address, b"")
-        moved(tmp_path, 2, SECOND)
+        moved(tmp_path, 2, [SECOND, FIRST])
         assert find_live(tmp_path)[1:] == (SECOND.address, SECOND.key)
         where = followed(tmp_path, 2)
         keyless = Place(1, SECOND.address)
-        moved(tmp_path, 2, keyless)
+        moved(tmp_path, 2, [keyless, FIRST])
         assert (followed(tmp_path, 2), find_live(tmp_path)[1:]) == (keyless, (SECOND.address, b""))
     assert where == SECOND
     elsewhere = Elsewhere(2, Dialled, lambda address, now: None, THIRD, [HOME, where])
@@ -87,8 +87,20 @@ def test_a_node_that_comes_back_looks_where_the_run_was_and_takes_the_run_that_i
     welcome = NodeWelcome("run", (Term(2, 1),), 5, (SECOND,))
     link.arrived.append([b"", encode(welcome)])
     assert list(elsewhere.hear(101.0, LOOK_AFTER_S, HELLO)) == [(SECOND, link, welcome)]
+    for _ in range(2):  # it is launched again, and killed before it has heard of a server
+        with claimed(tmp_path, 2, HOME.address):
+            assert followed(tmp_path, 2) is None and find_live(tmp_path)[1:] == (HOME.address, b"")
+            assert known(tmp_path, 2) == [Place(-1, HOME.address), keyless, FIRST]
+
+
+def test_a_damaged_lock_names_the_places_before_the_damage(tmp_path: Path) -> None:
     with claimed(tmp_path, 2, HOME.address):
-        assert followed(tmp_path, 2) is None
+        moved(tmp_path, 2, [SECOND, FIRST, THIRD])
+        lock = tmp_path / "node2.lock"
+        lock.write_text(lock.read_text().replace(THIRD.key.hex(), "garbage"))
+        assert known(tmp_path, 2) == [SECOND, FIRST]
+        lock.write_bytes(b"\xff")
+        assert known(tmp_path, 2) == []
 
 
 def test_a_refused_knock_is_an_answer_and_silence_is_none() -> None:
