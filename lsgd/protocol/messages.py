@@ -646,7 +646,6 @@ class Go:
     seq: int
     round: Round | None
     progress: float
-    reason: str
     iterations: int = 1
 
 

@@ -8,8 +8,6 @@ from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, MemberState
 from lsgd.server.state import RunState
 
-_TOKEN = Why.TOKEN()
-
 
 def give(state: RunState, member: Member, seq: int, most: int = 1) -> bool:
     """Answer the request ``seq`` with up to ``most`` iterations; return whether both queues had a token."""
@@ -20,16 +18,16 @@ def give(state: RunState, member: Member, seq: int, most: int = 1) -> bool:
         return False
     member.seq = seq
     iterations = state.ledger.grant(member, queue, most, state.roster.live)
-    _go(state, member, None, _TOKEN, iterations)
+    _go(state, member, None, iterations)
     return True
 
 
-def order(state: RunState, member: Member, order: Round, reason: Reason) -> None:
+def order(state: RunState, member: Member, order: Round) -> None:
     """Answer a held request with a round and, unless that is the final one, an iteration."""
     if order.final:
         _reply(state, member, Stop(member.seq, order, state.stopping), MemberState.BUSY)
     else:
-        _go(state, member, order, reason, 1)
+        _go(state, member, order, 1)
 
 
 def dismiss(state: RunState, member: Member) -> None:
@@ -69,9 +67,8 @@ def recall(state: RunState, members: Iterable[Member]) -> None:
             state.answer(member, Recall())
 
 
-def _go(state: RunState, member: Member, order: Round | None, reason: Reason, iterations: int) -> None:
-    go = Go(member.seq, order, state.progress(state.now), reason, iterations)
-    _reply(state, member, go, MemberState.BUSY)
+def _go(state: RunState, member: Member, order: Round | None, iterations: int) -> None:
+    _reply(state, member, Go(member.seq, order, state.progress(state.now), iterations), MemberState.BUSY)
 
 
 def _reply(state: RunState, member: Member, answer: Go | Stop, after: MemberState) -> None:

@@ -377,11 +377,11 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
 
 def _answer_again(state: RunState, opened: OpenRound) -> None:
     """Give members that had not completed a round the answer that ordered it."""
-    order, again = opened.round, Why.AGAIN()
+    order = opened.round
     for member in opened.waiting:
         member.round, member.seq = opened, member.seq + 1
-        go = Go(member.seq, order, state.progress(state.now), again)
-        member.answer = Stop(member.seq, order, again) if order.final else go
+        go = Go(member.seq, order, state.progress(state.now))
+        member.answer = Stop(member.seq, order, state.stopping) if order.final else go
 
 
 def _member(member: Member) -> dict[str, Any]:

@@ -148,12 +148,6 @@ class Why(enum.Enum):
     TRAIN_ON = "the end of the run waits for {who}, still in the loop"
     MEETING = "{call} waits for the same call of {who}"
 
-    # A request is granted.
-    TOKEN = "the run and the node have a token left"
-    LOCAL_ROUND = "local round {id}: all {members} members on node{node} are held, their queue is empty"
-    GLOBAL_ROUND = "global round {id}: all {members} members are held"
-    AGAIN = "the global server was restarted"
-
     # A period is chosen.
     PLANNED = "as planned"
     WARM = "the run begins with short periods"

@@ -220,16 +220,13 @@ def _order(
         state.note(line(entry, final=final))
     elif not lockstep and state.book.unlisted == 1:
         state.note(Why.FEWER_LINES())
-    if scope == "local":
-        reason = Why.LOCAL_ROUND(id=order.id, members=len(members), node=members[0].join.node)
-    else:
-        reason = Why.GLOBAL_ROUND(id=order.id, members=len(members))
+    if scope == "global":
         state.moved = False
         state.ledger.unheard = 0  # all members have reported what they made
         for member in state.roster.members.values():
             member.synced &= member.rank >= 0
     for member in members:
-        answers.order(state, member, order, reason)
+        answers.order(state, member, order)
 
 
 def _new_round(

@@ -45,7 +45,7 @@ class Bench:
 
 def test_each_request_of_a_call_has_the_mean_of_the_processes() -> None:
     bench = Bench({"val": 3.0})
-    bench.answers += [Go(1, ROUND, 0.5, "a round"), Met(1, {"val": 5.0}, 2)]
+    bench.answers += [Go(1, ROUND, 0.5), Met(1, {"val": 5.0}, 2)]
     bench.grants.call({"val": 1.0})
     decision = bench.next()
     assert bench.grants.take(decision.answer) and bench.grants.met is None
@@ -65,10 +65,10 @@ def test_no_numbers_of_the_processes_are_too_much_for_their_head() -> None:
 
 def test_after_a_call_requests_are_as_before() -> None:
     bench = Bench({})
-    bench.answers += [Met(1, {}, 2), Go(2, None, 0.5, "a token")]
+    bench.answers += [Met(1, {}, 2), Go(2, None, 0.5)]
     bench.grants.call({})
     bench.next()
-    assert bench.grants.next((0, 0), lockstep=False, look=None, again=False).answer == Go(2, None, 0.5, "a token")
+    assert bench.grants.next((0, 0), lockstep=False, look=None, again=False).answer == Go(2, None, 0.5)
     assert (bench.asked[-1].seq, bench.asked[-1].call, bench.asked[-1].last) == (2, 0, False)
 
 

@@ -111,7 +111,7 @@ def request(seq: int) -> Request:
 
 
 def go(seq: int) -> Go:
-    return Go(seq, None, 0.5, "a token is left")
+    return Go(seq, None, 0.5)
 
 
 def test_a_question_is_sent_again_until_its_own_answer_comes(world) -> None:

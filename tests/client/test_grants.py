@@ -5,7 +5,7 @@ from lsgd.protocol.messages import Go
 
 
 def go(seq: int, iterations: int = 1) -> Go:
-    return Go(seq, None, 0.0, "", iterations)
+    return Go(seq, None, 0.0, iterations)
 
 
 def granted(lookahead: int = 1, iterations: int = 1) -> GrantedIterations:

@@ -196,7 +196,7 @@ def test_no_field_takes_another_type(cls: type, data: st.DataObject) -> None:
 
 
 def test_a_wrong_field_deep_inside_is_named() -> None:
-    go = Go(1, ROUND, 0.5, "because")
+    go = Go(1, ROUND, 0.5)
     kind, seq, round, *rest = msgpack.unpackb(encode(go))
     round[1][1] = ["a", 2]
     with pytest.raises(ProtocolError, match=r"^Generation\.nodes cannot be a tuple$"):
@@ -262,14 +262,14 @@ def test_size_is_capped_before_parsing() -> None:
 
 def test_the_largest_generation_fits() -> None:
     generation = Generation.of(1, [(i // 8, i % 8) for i in range(MAX_ITEMS)], "nccl")
-    go = Go(1, dataclasses.replace(ROUND, generation=generation), 0.0, "")
+    go = Go(1, dataclasses.replace(ROUND, generation=generation), 0.0)
     assert decode(encode(go)) == go
     assert generation.members[-1] == "node8191/worker7" and generation.node_sizes == (8,) * 8192
 
 
 @pytest.mark.parametrize("change", [{"nodes": (1, 2)}, {"node_sizes": (3,)}, {"indices": (0,)}])
 def test_a_generation_whose_numbers_do_not_agree_is_refused(change: dict[str, tuple[int, ...]]) -> None:
-    kind, *fields = msgpack.unpackb(encode(Go(1, ROUND, 0.0, "")))
+    kind, *fields = msgpack.unpackb(encode(Go(1, ROUND, 0.0)))
     wrong = {**dataclasses.asdict(ROUND.generation), **change}
     fields[1][1] = list(wrong.values())
     with pytest.raises(ProtocolError, match=r"^a generation of \d members"):

@@ -93,7 +93,7 @@ def samples() -> list[bytes]:
         *(Meet("run", (Term(2, 1),), 5, Place(1, "tcp://x:1")), Moved("run", Place(1, "tcp://x:1"), "why", "run")),
         *(RunOver("why"), StopRun("why"), ChangeSettings({"period": "8"}), StatusQuery(0), Refused("why")),
         *(EventsQuery(PROTOCOL, 0), Events("epoch", 1, 2, 0, (encode_event(1.0, Note("code", "words")),) * 2)),
-        *(Welcome("run", "{}", 0, 2, ("a",)), Waiting(1, "why"), Go(1, round, 0.5, "why")),
+        *(Welcome("run", "{}", 0, 2, ("a",)), Waiting(1, "why"), Go(1, round, 0.5)),
         *(Stop(1, round, "why"), GenerationOver(1, "why"), Published(1, "key", b"value"), Status("{}")),
     ]
     return [encode(message) for message in messages]

@@ -508,7 +508,7 @@ class SimulatedRun:
         return tuple(name for name in names if name.split("/")[0] == node)
 
     def _check_answer(self, worker: str, incarnation: int, answer: Go | Stop) -> None:
-        assert answer.reason
+        assert isinstance(answer, Go) or answer.reason
         key = (worker, incarnation, answer.seq)
         assert key in self.requests
         earlier = self.answered[key]

@@ -11,7 +11,7 @@ from .helpers import Bench, Lockstep, Waiting, started
 def test_what_is_asked_for_ahead_is_granted_beside_what_is_to_be_made() -> None:
     bench = started("00", "01", period=4, local_period=4)
     assert bench.ledger.tokens == 6
-    assert bench.ask_ahead("00") == Go(2, None, 0.0, "the run and the node have a token left", 1)
+    assert bench.ask_ahead("00") == Go(2, None, 0.0)
     assert (bench.member("00").granted, bench.ledger.tokens) == (2, 5)
     # The next one says that the first is made; the second is being made.
     assert bench.ask_ahead("00", did=1) is not None
@@ -115,7 +115,7 @@ def test_who_has_more_than_its_next_iteration_is_asked_for_it_when_others_are_he
     assert asked == {"01": [Recall()]}
     assert [type(answer) for answer in bench.ask("00", same=True)["00"]] == [Waiting]
     bench.ask("01")  # it has made one of three, and gives back two
-    assert bench.got["00"] == [Go(bench.seqs["00"], None, 0.0, "the run and the node have a token left", 1)]
+    assert bench.got["00"] == [Go(bench.seqs["00"], None, 0.0)]
 
 
 def test_who_has_only_its_next_iteration_is_not_asked_for_it() -> None:

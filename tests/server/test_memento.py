@@ -210,7 +210,7 @@ def test_a_stop_the_last_round_and_the_end_go_on() -> None:
     reborn(bench)
     assert not bench.state.closed
     bench.ask("01", same=True)
-    assert bench.only("01") == Stop(2, final, "the global server was restarted")
+    assert bench.only("01") == Stop(2, final, "enough")
     bench.complete("01", final.id)
     assert bench.state.closed
     reborn(bench, REBOOTED_S)
