@@ -728,6 +728,11 @@ class TestPlace:
                 launch._take_over(settings, None, offer, None, {})
         assert not list(tmp_path.glob("*journal*"))
 
+    def test_a_node_on_the_machine_of_node_0_would_serve_at_another_port(self):
+        port = free_port()
+        offer = place.place_to_serve(Place(1, 2, "127.0.0.1"), f"tcp://127.0.0.1:{port}")
+        assert offer.startswith("tcp://127.0.0.1:") and offer != f"tcp://127.0.0.1:{port}"
+
     def test_a_free_port_is_none_that_others_get_without_asking_for_it(self, monkeypatch):
         assert all(claim_port("127.0.0.1", 0) in place.PORTS for _ in range(20))
         with socket.create_server(("127.0.0.1", claim_port("127.0.0.1", 0))) as taken:
