@@ -54,8 +54,7 @@ def write_results(worker: Worker, model: nn.Module, test: TensorDataset) -> None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "accuracy.json").write_text(json.dumps(result, indent=2) + "\n")
     worker.save(folder)
-    leads = worker.algorithm.elects and leader_accuracy is not None
-    of_leader = f", {leader_accuracy:.4f} of the leader" if leads else ""
+    of_leader = "" if leader_accuracy is None else f", {leader_accuracy:.4f} of the leader"
     print(f"test accuracy: {result['test_accuracy']:.4f} of the average{of_leader}")
     print(f"written to {folder}: accuracy.json, model.safetensors", flush=True)
 

@@ -112,8 +112,8 @@ def claimed(folder: Path, node: int, address: str) -> Iterator[None]:
     """Lock a run folder for one node's launcher inside the context; create it if necessary.
 
     Each node has its own lock, because several may share the folder. The lock ends with this process. It contains
-    the address of the run's global server, for :func:`find_live`. Raises ConfigError if another launcher of this node
-    holds it, or it cannot be created or written.
+    the address of the run's global server, for :func:`find_live`, and where an earlier launcher has known it. Raises
+    ConfigError if another launcher of this node holds it, or it cannot be created or written.
     """
     path = folder / f"node{node}.lock"
     try:
@@ -131,7 +131,7 @@ def claimed(folder: Path, node: int, address: str) -> Iterator[None]:
 def find_live(folder: Path) -> tuple[Path, str, bytes]:
     """Return the folder of this user's newest running run in a folder, and its global server's address and public key.
 
-    The key is empty as long as it is the one in the node's token. Raises ConfigError if none is running.
+    If the key is empty, it is the one in the node's token. Raises ConfigError if none is running.
     """
     live = []
     for path in (*inside(folder, "node*.lock"), *inside(folder, "*/node*.lock")):
@@ -187,7 +187,9 @@ def _lock(descriptor: int, folder: Path, node: int, address: str) -> None:
             f"--run-dir (RUN_NAME)"
         )
     with suppress(OSError):  # a full disk
-        before = [each for each in _places(os.pread(descriptor, MOST_NBYTES, 0).decode()) if each.node >= 0]
+        before = [
+            each for each in _places(os.pread(descriptor, MOST_NBYTES, 0).decode(errors="replace")) if each.node >= 0
+        ]
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, _words([Place(-1, address), *before]).encode(), 0)
 

@@ -301,7 +301,7 @@ def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], proces
         options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
         return DataLoader(loader.dataset, batch_sampler=EveryNth(batches, place), **options)
     if is_plain(sampler, length(loader.dataset)):
-        shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler))
+        shuffle = shuffles(sampler)
         seed = getattr(sampler, "seed", 0)
         return shard_loader(loader.dataset, place, seed, shuffle, options, processes)
     return DataLoader(loader.dataset, sampler=EveryNth(sampler, place), **options)
@@ -315,6 +315,11 @@ def is_plain(sampler: Any, size: float) -> bool:
         return sampler.length == size
     source = {SequentialSampler: "data_source", DistributedSampler: "dataset"}.get(type(sampler))
     return source is not None and length(getattr(sampler, source)) == size
+
+
+def shuffles(sampler: Any) -> bool:
+    """Whether a sampler draws in another order than that of the dataset."""
+    return bool(getattr(sampler, "shuffle", not isinstance(sampler, SequentialSampler)))
 
 
 class FirstData:

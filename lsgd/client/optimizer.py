@@ -37,7 +37,7 @@ class MuonAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the missing options of the optimizer whose it is."""
         part = self._muon if param_group.get("muon") else self._adamw
-        super().add_param_group({**part.defaults, "muon": part is self._muon, **param_group})
+        super().add_param_group({**part.defaults, **param_group, "muon": part is self._muon})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step. The closure, if there is one, computes the loss and the gradients, once."""

@@ -376,7 +376,7 @@ def loss_in(output: Any) -> Tensor | None:
     """Return the loss in what a model has returned: ``.loss``, or the first scalar with gradients; None: there is none.
 
     It looks into tuples, lists and dicts, one level deep. A tensor with one element is a scalar only without
-    dimensions: else it may be what the model predicts of a batch of one.
+    dimensions, but for ``.loss`` with one: else it may be what the model predicts of a batch of one.
     """
     named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     for found, dimensions in ((named, 1), *((each, 0) for each in (output, *_items(output)))):

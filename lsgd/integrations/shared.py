@@ -10,9 +10,9 @@ from itertools import count, islice
 from typing import Any
 
 from torch import nn
-from torch.utils.data import BatchSampler, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, Sampler
 
-from lsgd.client.loader import EveryNth, ShardSampler, is_plain, length
+from lsgd.client.loader import EveryNth, ShardSampler, is_plain, length, shuffles
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError, ExchangeError, ServerLostError
 
@@ -61,11 +61,11 @@ class Integration:
         """Whether this worker saves for all; true before training: ``if callback.first:`` and what saves the model."""
         return self._worker is None or self._worker.first
 
-    def _shard(self, loader: Any, seed: int, shuffle: bool | None = None) -> None:
+    def _shard(self, loader: Any, seed: int) -> None:
         """Replace a DataLoader's sampler with this worker's shards; a pass keeps its number of batches, all full.
 
-        Shards are shuffled if the sampler does it, unless ``shuffle`` says. Of a sampler that draws other samples than
-        each once, the worker gets its part of what that draws.
+        Shards are shuffled if the sampler does it. Of a sampler that draws other samples than each once, the worker
+        gets its part of what that draws.
         """
         if not self._shards:
             return
@@ -80,9 +80,8 @@ class Integration:
         self._batch_size, size = batches.batch_size, len(loader.dataset)
         per_pass = len(batches) * self._batch_size
         sampler = sampler_of(loader)
-        shuffle = getattr(sampler, "shuffle", isinstance(sampler, RandomSampler)) if shuffle is None else shuffle
         if is_plain(sampler, size) or type(sampler).__name__ == "LengthGroupedSampler":  # that of transformers
-            batches.sampler = self._stream = ShardStream(size, per_pass, self._place, seed, shuffle)
+            batches.sampler = self._stream = ShardStream(size, per_pass, self._place, seed, shuffles(sampler))
         else:
             batches.sampler = EndlessSampler(per_pass, _passes(EveryNth(sampler, self._place)))
         batches.sampler.replaces = sampler

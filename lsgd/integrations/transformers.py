@@ -104,8 +104,7 @@ class LsgdCallback(Integration, TrainerCallback):
         self._in_step, self._has_losses, self._at_end = False, False, None
         self._losses.clear()
         strategy = getattr(args, "train_sampling_strategy", "random")
-        shuffle = None if strategy in ("random", "sequential") else True
-        self._shard(train_dataloader, args.seed if args.data_seed is None else args.data_seed, shuffle)
+        self._shard(train_dataloader, args.seed if args.data_seed is None else args.data_seed)
         if self._stream is not None and strategy not in ("random", "sequential"):
             logger.warning("train_sampling_strategy = %r is not used: shards are dealt at random", str(strategy))
         worker = self._join(model, optimizer, getattr(optimizer, "scaler", None), state.global_step)

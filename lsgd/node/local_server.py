@@ -241,8 +241,8 @@ class LocalServer:
         for refusal in self._refusals.report(self._listener, now):
             self._complain(refusal)
         if now - self._greeted_at >= HELLO_EVERY_S and not self.over and not self._last_word:
-            stops = bool(self._stop and not self._stranger)
-            self._global.send([encode(self._hello()), *[encode(StopRun(self._stop))] * stops])
+            hello, stops = replace(self._hello(), looks=bool(self._stranger)), bool(self._stop and not self._stranger)
+            self._global.send([encode(hello), *[encode(StopRun(self._stop))] * stops])
             self._greeted_at = now
         if not self.failure and (refused := self._keys_refused(now)):
             self._refuse(refused)
@@ -289,17 +289,19 @@ class LocalServer:
             and elsewhere.takes_over(now, silent_s, gone=bool(self._stranger))
         ):
             self.takes_over, self._given_way = True, False
-            self._complain(
-                f"the global server at {self._global.address} has been silent for {silent_s:.0f} s: node{self._node} "
-                f"serves the run from now on, at {self._place}"
-            )
+            if self._serves_from < 0:  # it has not tried before
+                why = "serves another run" if self._stranger else f"has been silent for {silent_s:.0f} s"
+                self._complain(
+                    f"the global server at {self._global.address} {why}: node{self._node} serves the run from now on, "
+                    f"at {self._place}"
+                )
 
     def _follow(self, place: Place, link: Link, welcome: NodeWelcome, *, anew: bool) -> None:
         """Follow another server; ``anew``: the workers' work is not part of its run, so they join as newcomers."""
         before, self._global = self._global, link
         before.close()
         self.elsewhere.take(place)
-        self.takes_over, self._given_way, self._stranger = False, False, ""
+        self.takes_over, self._given_way, self._stranger, self._serves_from = False, False, "", -math.inf
         self._complain(f"follows the global server at {link.address}, in term {welcome.terms[-1].number} of the run")
         if self.copy.number and not anew:
             link.send([encode(self.copy.offer())])
@@ -445,6 +447,8 @@ class LocalServer:
     def _downward(self, now: float) -> None:
         for frames in self._global.receive():
             for peer, frame in zip(frames[::2], frames[1::2], strict=False):
+                if peer and self._stranger:
+                    continue
                 if peer:
                     self._listener.send(peer, [frame])
                     if kind_of(frame) in (Stop, Over):
@@ -571,6 +575,8 @@ class LocalServer:
                 f"or, if you start servers by hand: lsgd-server --global --listen {address}"
             )
         silent = f"the global server at {address} has been silent for {now - self.heard_at:.0f} s"
+        if self._stranger:
+            silent = f"the global server at {address} serves another run ({self._stranger})"
         if self.elsewhere.standbys:
             return f"{silent}; if it stays away, node{self.elsewhere.standbys[0]} serves the run"
         return f"{silent}; restart it there with its --journal: lsgd-server --global --listen {address}"

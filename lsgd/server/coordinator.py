@@ -309,9 +309,10 @@ class Coordinator:
             endings.settle(self.state, member, pause.done)
             endings.committed(self.state, member, pause.committed)
             endings.left_round(self.state, member, Why.PAUSED)
-            if member.call:
-                meeting.leave(member)
             self.state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
+        if member.call and pause.seq >= member.seq:  # it was interrupted there
+            self.state.changes += 1
+            meeting.leave(member)
         self.state.answer(member, Paused(pause.seq))
 
     def _check_data(self, member: Member, digest: str) -> None:

@@ -72,6 +72,16 @@ def test_after_a_call_requests_are_as_before() -> None:
     assert (bench.asked[-1].seq, bench.asked[-1].call, bench.asked[-1].last) == (2, 0, False)
 
 
+def test_a_call_that_was_interrupted_is_not_made_in_the_next_request() -> None:
+    bench = Bench({})
+    bench.answers += [Go(1, ROUND, 0.5), Go(2, None, 0.5)]
+    bench.grants.call({})
+    bench.next()
+    bench.grants.end_call()
+    bench.grants.next((0, 0), lockstep=False, look=None, again=False)
+    assert [(r.call, r.last) for r in bench.asked] == [(1, True), (0, False)]
+
+
 def test_processes_that_average_different_numbers_are_an_error() -> None:
     bench = Bench({"other": 3.0})
     bench.grants.call({"val": 1.0})

@@ -86,7 +86,7 @@ def deal(sampler: Sampler[int], dataset: Dataset[int], size: int = 2) -> tuple[l
         integration._place = lambda rank=rank: (rank, size)
         torch.manual_seed(0)  # all workers' samplers draw alike
         loader = DataLoader(dataset, 4, sampler=sampler)
-        integration._shard(loader, 0, False)
+        integration._shard(loader, 0)
         drawn.append([int(index) for batch in loader for index in batch])
     return drawn, integration
 
@@ -149,7 +149,7 @@ def test_a_loader_of_two_trainings_is_dealt_from_the_scripts_sampler_in_both():
     loader = DataLoader(range(20), 4, sampler=SubsetRandomSampler(range(16)))
     sampler = sampler_of(loader)
     for _ in range(2):
-        Integration("a trainer", True, {})._shard(loader, 0, False)
+        Integration("a trainer", True, {})._shard(loader, 0)
         assert sampler_of(loader) is sampler and sorted(map(int, chain(*loader))) == [*range(16)]
     assert sampler_of(range(3)) is None
 
@@ -169,7 +169,7 @@ class Buckets(BatchSampler):
 )
 def test_data_without_a_length_and_batches_of_the_script_are_drawn_by_all_with_a_warning(loader, caplog):
     integration = Integration("a trainer", True, {})
-    integration._shard(loader, 0, False)
+    integration._shard(loader, 0)
     assert integration._stream is None and "each worker draws from all of it" in caplog.text
     assert len(list(loader)) == 2
 

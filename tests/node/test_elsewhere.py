@@ -101,6 +101,8 @@ def test_a_damaged_lock_names_the_places_before_the_damage(tmp_path: Path) -> No
         assert known(tmp_path, 2) == [SECOND, FIRST]
         lock.write_bytes(b"\xff")
         assert known(tmp_path, 2) == []
+    with claimed(tmp_path, 2, HOME.address):
+        assert known(tmp_path, 2) == [Place(-1, HOME.address)]
 
 
 def test_a_refused_knock_is_an_answer_and_silence_is_none() -> None:

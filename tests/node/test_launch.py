@@ -27,6 +27,8 @@ from lsgd.run_folder import runs as checkpoints
 
 from ..integration.running import FORKS, LIGHT, free_port, holders
 
+JOINED = "worker = Worker.join(model, optimizer)\nif True:"
+
 TRAIN = """
 import json, os, sys, torch
 from pathlib import Path
@@ -237,9 +239,13 @@ class TestNode:
         assert "lsgd launch: node0/worker0 ended without training in the run (exit code 78): its script" in output
         assert "    trained alone" in output
 
-    def test_workers_that_leave_before_the_end_are_said_with_a_code_of_their_own(self, start):
+    @pytest.mark.parametrize("with_block", [True, False])
+    def test_workers_that_leave_before_the_end_are_said_with_a_code_of_their_own(self, start, with_block):
         # Not so few that one leaves before the other has its model: that would be waited for.
         script = TRAIN.replace("while not worker.stopped:", "for epoch in range(50):")
+        if not with_block:
+            script = script.replace("with Worker.join(model, optimizer) as worker:", JOINED)
+            assert JOINED in script
         status, output = start("--node", "0", script=script, LSGD_ITERATIONS="100000").finish()
         assert status == 78, output
         for worker in (0, 1):

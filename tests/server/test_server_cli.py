@@ -106,7 +106,8 @@ def test_a_socket_in_use_is_refused_and_a_stale_one_is_taken_over(tmp_path) -> N
 
 def test_a_server_that_is_to_go_on_begins_no_new_run(tmp_path) -> None:
     assert "name it: --journal FILE" in run("--global", "--continue")[1]
-    code, output = run("--global", "--continue", "--journal", str(tmp_path / "j"), "--listen", "tcp://127.0.0.1:0")
+    journal, plan = ("--journal", str(tmp_path / "j")), ("--plan", str(tmp_path / "gone.toml"))  # the journal has it
+    code, output = run("--global", "--continue", *journal, *plan, "--listen", "tcp://127.0.0.1:0")
     assert code == 2 and "holds no unfinished run to continue (--continue)" in output
     code, output = run("--local", "--continue")
     assert code == 2 and "belong to the global server" in output

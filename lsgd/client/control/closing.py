@@ -43,6 +43,11 @@ _leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
 def leave_on_errors(leaver: Leaver) -> None:
     """From now on, an error that nothing handles makes this worker leave, and sets the process's exit code."""
     _leavers.add(leaver)
+    set_exit_codes()
+
+
+def set_exit_codes() -> None:
+    """From now on, an error that nothing handles, and that has an exit code, ends the process with it."""
     if not getattr(sys.excepthook, "leaves_run", False):
         sys.excepthook = _hook(sys.excepthook)
 

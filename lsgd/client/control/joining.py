@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from lsgd.client.control.channel import Channel
+from lsgd.client.control.closing import set_exit_codes
 from lsgd.client.control.identity import Identity, Interface, gpu_name, identify, interface_towards, versions
 from lsgd.client.control.island import FollowerChannel, Island
 from lsgd.client.control.solo import Solo, is_alone, launch_line
-from lsgd.errors import ConfigError, ExchangeError, JoinError, RunOverError, ServerLostError
+from lsgd.errors import ConfigError, EvictedError, ExchangeError, JoinError, RunOverError, ServerLostError
 from lsgd.flat import describe
 from lsgd.plan.plan import Plan
 from lsgd.protocol.messages import (
@@ -150,6 +151,9 @@ def join_run(
         welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island.shards))
     except RunOverError as error:
         logger.warning("worker %d joins too late and has nothing to do: %s", identity.index, error)
+        raise
+    except EvictedError:  # its node follows another server now: started again, it joins there
+        set_exit_codes()
         raise
     channel.lease_s = plan.run.lease_s
     island.has_joined(plan.run.lease_s)

@@ -254,7 +254,7 @@ class GrantClient:
         self.middle, self.met = decision.middle, decision.met
         if self.met is not None:
             self._give_all_back()
-            self._last, self._numbers = False, None
+            self.end_call()
         self.granted = again or (decision.answer is None and self.met is None)
         return decision
 
@@ -288,6 +288,10 @@ class GrantClient:
         """Begin a call that all workers make together; :meth:`want_only_round` waits for them."""
         self._calls += 1
         self._numbers, self.met = numbers, None
+
+    def end_call(self) -> None:
+        """Wait in no call any more, because it is answered, or was interrupted."""
+        self._last, self._numbers = False, None
 
     def ask_ahead(self, rounds: tuple[int, int]) -> None:
         """If few iterations are left, ask for more without waiting."""

@@ -13,6 +13,7 @@ from lsgd.algorithms.base import Commit
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot, clear
 from lsgd.client.control.channel import Totals
+from lsgd.client.control.closing import on_error
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.iteration.gradients import GradientExchange
@@ -168,11 +169,12 @@ class Rounds:
     def meet(self, numbers: dict[str, float]) -> Met | None:
         """Carry out rounds, without iterations, until all workers make this call; None: the run has ended before."""
         self.grants.call(numbers)
-        while self.grants.met is None:
-            self.grants.want_only_round()
-            if not self.follow():
-                return None
-            self.before_step()
+        with on_error(self.grants.end_call):
+            while self.grants.met is None:
+                self.grants.want_only_round()
+                if not self.follow():
+                    return None
+                self.before_step()
         return self.grants.met
 
     @torch.no_grad()

@@ -224,7 +224,7 @@ with Worker.join(whole, optimizer) as worker:
     state = worker.state_dict()
     leader = worker.leader_state_dict()
     assert (options.ddp or worker.is_head) == bool(state)
-    assert (leader is not None) == worker.algorithm.elects and (not leader or bool(state))
+    assert (leader is not None) == worker.plan.run.leads(worker.algorithm) and (not leader or bool(state))
     if worker.is_head:
         names = sorted(name for name in state if state[name].is_floating_point())
         result = {
