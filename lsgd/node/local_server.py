@@ -512,6 +512,7 @@ class LocalServer:
         moves = succession.move(self.elsewhere.term, welcome.terms)
         anew = same and moves is Move.ANEW
         self.takes_over = self.takes_over and moves is Move.STAY  # it has met another one that goes on
+        self._serves_from = -math.inf
         self._welcomed(welcome)
         if anew:
             self._dismiss_workers(f"the global server at {self._global.address} continues another part of the run")

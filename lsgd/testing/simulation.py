@@ -322,8 +322,8 @@ class SimulatedWorker:
         loss.backward()  # type: ignore[no-untyped-call]
         if order is not None:
             land(self.algorithm.after_backward(self.parameters, self.gradients, self.group, order))
-        if self._flat is not None:
-            self._flat.write_back()
+            if self._flat is not None:
+                self._flat.write_back()
         self.optimizer.step()
         with self._current() if self.algorithm.acts_after_step else nullcontext():
             land(self.algorithm.after_step(self.parameters))
