@@ -159,8 +159,6 @@ class LsgdCallback(Integration, TrainerCallback):
         """End the iteration, or pause to evaluate or save."""
         worker = self._joined
         self._muted.close()
-        ends_epoch = state.epoch is not None and state.epoch % 1 == 0  # where it may evaluate or save, in this step
-        at_epochs = "epoch" in (args.eval_strategy, self._save_strategy)
         if self._at_end is not None:
             state.global_step -= 1
             self._stop(control)
@@ -170,10 +168,12 @@ class LsgdCallback(Integration, TrainerCallback):
         if self._losses:
             worker.report(torch.stack(self._losses).sum() / (1 if self._summed else len(self._losses)))
             self._losses.clear()
+        ends_epoch = state.epoch is not None and state.epoch % 1 == 0
+        may_pause = ends_epoch and "epoch" in (args.eval_strategy, self._save_strategy)  # in on_epoch_end, in this step
         with self._leaving_on_error():
             if control.should_training_stop:
                 self._stop(control)
-            elif not self._paused(args, control) and not (ends_epoch and at_epochs):
+            elif not self._paused(args, control) and not may_pause:
                 self._in_step = False
                 if not worker.end_step():
                     self._stop(control)

@@ -20,6 +20,8 @@ from lsgd.client.loader import digest, length, shard_loader, shard_of, warn_if_u
 from lsgd.client.streams import Part
 from lsgd.errors import ConfigError
 
+from ..samplers import Turning
+
 
 def dataset(length: int = 23) -> TensorDataset:
     return TensorDataset(torch.arange(length))
@@ -166,20 +168,7 @@ def test_a_sampler_keeps_its_order_and_its_number_of_samples(sampler, drawn) -> 
     assert len(epoch(shard)) == drawn if isinstance(drawn, int) else epoch(shard) == drawn
 
 
-class OwnEpochs(SequentialSampler):
-    """Begins each epoch one sample later."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        size = len(self.data_source)
-        return iter([(self.epoch + index) % size for index in range(size)])
-
-
-@pytest.mark.parametrize(("sampler", "moved"), [(OwnEpochs(range(10)), 3), (Backwards(range(10)), 0)])
+@pytest.mark.parametrize(("sampler", "moved"), [(Turning(range(10)), 3), (Backwards(range(10)), 0)])
 def test_a_samplers_own_epochs_are_set_through_the_shard(sampler, moved) -> None:
     shard = shard_of(DataLoader(dataset(10), batch_size=1, sampler=sampler), lambda: (1, 2))
     before = epoch(shard)

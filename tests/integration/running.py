@@ -396,3 +396,13 @@ def train_two(program: str, cluster: Cluster, plan: list[str], *arguments: objec
     for worker in workers:
         worker.succeeds()
     return server.succeeds(), [cluster.result(0, i) for i in range(2)]
+
+
+def check_trainers_without_an_end(program: str, cluster: Cluster) -> None:
+    """Check that all have the consensus, also one that is done long before the other, and that one of them saves."""
+    plan, first = ["--algorithm", "local", "--period", "4"], ("--max-steps", 6)
+    _, workers = train_two(program, cluster, plan, "--max-steps", 40, first=first)
+    assert [w["steps"] for w in workers] == [w["iterations"] for w in workers] == [6, 40]
+    assert workers[0]["final"] == workers[1]["final"] and [w["first"] for w in workers].count(True) == 1
+    outputs = [p.output for p in cluster.processes if p.name.startswith("worker")]
+    assert all("then waits for the others" in each and "is not the consensus" not in each for each in outputs)

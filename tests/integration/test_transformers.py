@@ -14,7 +14,7 @@ import torch
 
 from lsgd.errors import ConfigError
 
-from .running import Cluster, ForkServer, train_two
+from .running import Cluster, ForkServer, check_trainers_without_an_end, train_two
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "transformers_trainer.py"
 MODULE = "lsgd.integrations.transformers"
@@ -91,12 +91,7 @@ def test_trainers_that_stop_before_the_run_leave_with_a_consensus(cluster) -> No
 
 
 def test_without_an_end_in_the_plan_all_trainers_have_the_consensus(cluster) -> None:
-    """Also one that is done long before the others, and one of them saves."""
-    _, workers = train(cluster, ["--algorithm", "local", "--period", "4"], "--max-steps", 40, first=("--max-steps", 6))
-    assert [w["steps"] for w in workers] == [w["iterations"] for w in workers] == [6, 40]
-    assert workers[0]["final"] == workers[1]["final"] and [w["first"] for w in workers].count(True) == 1
-    outputs = [p.output for p in cluster.processes if p.name.startswith("worker")]
-    assert all("then waits for the others" in each and "is not the consensus" not in each for each in outputs)
+    check_trainers_without_an_end("trainer", cluster)
 
 
 def test_an_evaluation_at_the_end_of_an_epoch_drops_no_round(cluster) -> None:

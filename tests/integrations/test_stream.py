@@ -22,6 +22,8 @@ from lsgd.client.loader import ShardSampler
 from lsgd.errors import ConfigError, ExchangeError
 from lsgd.integrations.shared import Integration, ShardStream, is_saver, sampler_of, state_of_run
 
+from ..samplers import Turning
+
 
 def stream(rank: int = 0, size: int = 2, length: int = 20, per_pass: int = 20) -> ShardStream:
     return ShardStream(length, per_pass, lambda: (rank, size), seed=3, shuffle=True)
@@ -124,19 +126,6 @@ def test_a_distributed_sampler_says_whether_shards_are_shuffled(shuffle):
     Integration("a trainer", True, {})._shard(loader, 0)
     drawn = [int(index) for batch in loader for index in batch]
     assert sorted(drawn) == [*range(20)] and (drawn == sorted(drawn)) is not shuffle
-
-
-class Turning(SequentialSampler):
-    """Begins each epoch one sample later."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        size = len(self.data_source)
-        return iter([(self.epoch + index) % size for index in range(size)])
 
 
 def test_a_samplers_own_epochs_follow_one_another():
