@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lsgd"
 LAYERS = (
     "errors",
-    "lazy output payload registry election settings shards probe digests means",
+    "lazy output payload processors registry election settings shards probe digests means",
     "flat",
     "learning_rate",
     "protocol",

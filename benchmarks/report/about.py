@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from lsgd import processors
+
 
 def about(module: str) -> dict[str, str]:
     """Return what runs the benchmark ``module``, and when; ``load`` is that of the whole machine before it began."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return {
         "date": date.today().isoformat(),
-        "cpu": f"{len(os.sched_getaffinity(0))} cores of {names[0].partition(':')[2].strip() if names else '?'}",
+        "cpu": f"{processors.usable()} cores of {names[0].partition(':')[2].strip() if names else '?'}",
         "load": f"{os.getloadavg()[0]:.1f} processes in the last minute",
         "python": platform.python_version(),
         "torch": torch.__version__,

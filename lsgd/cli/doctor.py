@@ -25,6 +25,7 @@ from pathlib import Path
 
 import torch
 
+from lsgd import processors
 from lsgd.algorithms.common import Exchange, best_schedule
 from lsgd.cli.relay import RelayAccess, running_relay
 from lsgd.client.control.identity import Interface, interface_towards, versions
@@ -113,7 +114,7 @@ class Doctor:
         self._note("ok", "versions: " + ", ".join(f"{name} {version}" for name, version in found.items()))
         usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
         gpus = [torch.cuda.get_device_name(i) for i in range(usable)]
-        cores = len(os.sched_getaffinity(0))
+        cores = processors.usable()
         self._note("ok", f"{cores} cores, {', '.join(gpus) or 'no GPU that torch can use'}")
         if gpus:
             self._note("ok", "to test lsgd on this GPU, run scripts/gpu.sh of a checkout (docs/guides/gpu.md)")

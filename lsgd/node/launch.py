@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from lsgd import run_folder
+from lsgd import processors, run_folder
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.node import gpus, storing
 from lsgd.node.elsewhere import Elsewhere, Knock, dial
@@ -394,7 +394,7 @@ def _serving(address: str, journal: Path, relay_port: int, access: Sequence[str]
 
 def _workers(settings: LaunchSettings, local: str, environ: Mapping[str, str]) -> list[Command]:
     node = settings.place.node
-    threads = max(1, len(os.sched_getaffinity(0)) // len(settings.devices))
+    threads = max(1, processors.usable() // len(settings.devices))
     commands = []
     for index in range(settings.workers):
         name = worker_name(node, index)

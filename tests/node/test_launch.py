@@ -17,6 +17,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from lsgd import processors
 from lsgd.cli.commands import main
 from lsgd.errors import ConfigError
 from lsgd.node import gpus, launch, place
@@ -155,7 +156,7 @@ class TestNode:
         assert (first["LSGD_RANK"], second["LSGD_RANK"], first["LSGD_WORKERS"]) == ("0", "1", "2")
         assert first["LSGD_NODE"] == "0" and first["LSGD_DEVICE"] == "cpu"
         assert first["LSGD_RUN_DIR"] == str(node.run_dir)
-        assert first["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+        assert first["OMP_NUM_THREADS"] == str(max(1, processors.usable() // 2))
         assert first["THP_MEM_ALLOC_ENABLE"] == "1"
         logs = {path.name for path in node.run_dir.glob("*.log")}
         assert logs == {"global.log", "node0.log", "node0-worker0.log", "node0-worker1.log"}

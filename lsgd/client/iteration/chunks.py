@@ -6,7 +6,6 @@ of the tensor's dtype, the machine's byte order, and the bytes. The order of chu
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lsgd import processors
 from lsgd.digests import CHUNK_NBYTES, digest_of
 
 THREADS = 8
@@ -58,5 +58,5 @@ def in_threads(work: Callable[[T], R], items: Sequence[T]) -> list[R]:
     """Return what ``work`` returns for each item; hashing does not hold the interpreter's lock."""
     if len(items) < 2:
         return [work(item) for item in items]
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1, len(items)), "lsgd-digest") as pool:
+    with ThreadPoolExecutor(min(THREADS, processors.usable(), len(items)), "lsgd-digest") as pool:
         return list(pool.map(work, items))
