@@ -9,7 +9,7 @@
 # Settings: change them here, or set variables of these names. All nodes need the same IP_ADDR, PORT and NUM_GROUPS.
 
 IP_ADDR=${IP_ADDR:-}          # address of node 0 that all nodes can reach; empty: 127.0.0.1, or what Slurm says
-PORT=${PORT:-}                # TCP port of node 0; empty: 47400, or any free port with one node
+PORT=${PORT:-}                # TCP port of node 0; empty: 27400, or any free port with one node
 NUM_GROUPS=${NUM_GROUPS:-}    # number of nodes; empty: 1, or what Slurm says
 NUM_WORKERS=${NUM_WORKERS:-}  # workers on this node; empty: one for each GPU, or 2 without GPUs
 DEVICE=${DEVICE:-auto}        # auto, cpu, cuda, or one GPU: cuda:0

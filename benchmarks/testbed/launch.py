@@ -5,19 +5,23 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.testbed.hosts import Host
 from lsgd.plan.plan import Plan
+from lsgd.protocol.ports import DEFAULT_PORT, everywhere, hold, hold_or_any, port_of
 
 ROOT = Path(__file__).parents[2]
-PORT = 47400
+PORT = DEFAULT_PORT
+MAX_HELD = 256  # ports, by this process
 POLL_PERIOD_S = 0.05
 LAST_WORDS_S = 2.0
 SHOWN_CHARACTERS = 3000  # of what a process said last
 
 Process = subprocess.Popen[str]
+_held: deque[socket.socket] = deque()
 
 
 class RunFailedError(RuntimeError):
@@ -84,9 +88,18 @@ def start(command: Sequence[str], host: Host | None = None) -> Process:
 
 
 def free_port() -> int:
-    """Return a port of this machine that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """Return a port for a process that is still to start; the next one is free too, for a relay.
+
+    This process holds both until the 100th call after this one.
+    """
+    while True:
+        first = hold(everywhere())
+        second = hold_or_any(everywhere(), port_of(first) + 1)
+        _held.extend((first, second))
+        while len(_held) > MAX_HELD:
+            _held.popleft().close()
+        if port_of(second) == port_of(first) + 1:
+            return port_of(first)
 
 
 def await_all(

@@ -29,7 +29,8 @@ from lsgd.plan import plan
 from lsgd.plan.options import plan_options
 from lsgd.protocol.keys import ALLOWED, OPERATOR, KeyRing, default_folder, node_name, token_path
 from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
-from lsgd.protocol.sockets import DEFAULT_PORT, ConnectorKeys
+from lsgd.protocol.ports import DEFAULT_PORT
+from lsgd.protocol.sockets import ConnectorKeys
 from lsgd.run_folder import CHECKPOINTS, ENDED, find_run
 from lsgd.run_folder import runs as runs_with_checkpoints
 from lsgd.settings import fields, shown, span

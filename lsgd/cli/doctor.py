@@ -37,8 +37,9 @@ from lsgd.client.groups.store import TCPStore
 from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.codecs import codec_of
 from lsgd.errors import ConfigError, ExchangeError
-from lsgd.node.place import Place, claim_port, resolve
+from lsgd.node.place import Place, resolve
 from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, is_there, node_name, token_path
+from lsgd.protocol.ports import hold
 from lsgd.server.admission import different_versions
 
 MEET_WITHIN_S, CONNECT_WITHIN_S = 60.0, 5.0
@@ -78,6 +79,7 @@ class Doctor:
         self._port = port
         self._say = say
         self._failed = False
+        self._listener: int | None = None  # node 0's, for the store
 
     def examine(self, parameters: int, step_ms: float) -> int:
         """Run all checks and print the results; return 0, or 1 if something would keep a run from working.
@@ -138,10 +140,15 @@ class Doctor:
         if self._place.node:
             return True
         try:
-            claim_port(ip, self._port)
+            held = hold(ip, self._port)
         except ConfigError as error:
             self._note("FAIL", str(error))
             return False
+        if self._place.nodes > 1:
+            held.listen()
+            self._listener = held.detach()
+        else:
+            held.close()
         self._note("ok", f"port {self._port} of {ip} is free for the global server")
         return True
 
@@ -168,7 +175,8 @@ class Doctor:
         self._say(f"...   waiting up to {MEET_WITHIN_S:g} s for the other nodes")
         try:
             ip = resolve(place.address, place.nodes)
-            store = TCPStore(ip, self._port, place.nodes, place.node == 0, wait, wait_for_workers=False)
+            nodes, is_first, listener = place.nodes, place.node == 0, self._listener
+            store = TCPStore(ip, self._port, nodes, is_first, wait, wait_for_workers=False, master_listen_fd=listener)
             about = {"address": interface.address, "host": socket.gethostname(), "versions": versions()}
             store.set(f"about{place.node}", json.dumps(about))
             others = [json.loads(store.get(f"about{node}")) for node in range(place.nodes)]

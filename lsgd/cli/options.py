@@ -13,7 +13,8 @@ from lsgd.algorithms import ALGORITHMS
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.plan.run import LENGTH_SETTINGS
 from lsgd.protocol.keys import OPERATOR, connector_keys
-from lsgd.protocol.sockets import DEFAULT_PORT, keys_for
+from lsgd.protocol.ports import DEFAULT_PORT
+from lsgd.protocol.sockets import keys_for
 from lsgd.run_folder import find_live
 from lsgd.settings import changeable
 

@@ -18,9 +18,9 @@ from lsgd.errors import ConfigError
 from lsgd.integrations.ray_seats import Place, Seats
 from lsgd.node.elsewhere import Elsewhere, Knock, dial
 from lsgd.node.local_server import LocalServer
-from lsgd.node.place import claim_port
 from lsgd.plan.plan import Plan
 from lsgd.protocol.keys import OPERATOR, KeyRing, is_local, node_name, parse_token
+from lsgd.protocol.ports import hold, port_of
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
 from lsgd.protocol.sockets import Connector, Listener
 from lsgd.run_folder import CHECKPOINTS, JOURNAL, claimed
@@ -53,7 +53,8 @@ class Servers:
         self._local: dict[int, Any] = {}  # the server of each node, by its number
         self._resumes = any(place.saved for place in places)
         here = ray.util.get_node_ip_address()
-        self._address = f"tcp://{here}:{claim_port(here, 0)}"
+        self._held = hold(here)  # for the global server, which Ray may start again
+        self._address = f"tcp://{here}:{port_of(self._held)}"
         self._keys = None if is_local(self._address) else keys
         if self._keys:
             KeyRing.make(self._keys, [OPERATOR])
@@ -85,6 +86,7 @@ class Servers:
             ray.get(self.main.end.remote(END_WITHIN_S))
         for actor in (self.main, *self._local.values()):
             ray.kill(actor)
+        self._held.close()
 
     def _start(self, node: int, node_id: str) -> Any:
         token = ""

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from lsgd.errors import EvictedError
-from lsgd.node.place import claim_port
 from lsgd.node.process import cannot_start
+from lsgd.protocol.ports import everywhere, hold, port_of
 from lsgd.server.daemon import Signals
 
 OTHERS_WITHIN_S = 15.0
@@ -29,12 +29,17 @@ LOOK_EVERY_S = 1.0
 def main(arguments: Sequence[str]) -> int:
     """Run a command once for each device; return the exit code, or die of the signal that killed one."""
     devices, _, *command = arguments
+    with hold(everywhere()) as held:  # until all have ended; the store of the first one listens there
+        return _run(devices, command, port_of(held))
+
+
+def _run(devices: str, command: Sequence[str], port: int) -> int:
     names = devices.split(",")
     shared = {
         "WORLD_SIZE": str(len(names)),
         "LOCAL_WORLD_SIZE": str(len(names)),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(claim_port("127.0.0.1", 0)),
+        "MASTER_PORT": str(port),
         "LSGD_ISLAND": str(len(names)),
     }
     try:

@@ -30,7 +30,7 @@ from lsgd.node.elsewhere import Elsewhere, Knock, dial
 from lsgd.node.local_server import LocalServer
 from lsgd.node.node import Node
 from lsgd.node.panel import Panel
-from lsgd.node.place import NAME_WITHIN_S, claim_port, free_port, place_to_serve, resolve
+from lsgd.node.place import NAME_WITHIN_S, place_to_serve, resolve
 from lsgd.node.place import Place as NodePlace
 from lsgd.node.process import LSGD, Command, Process, Role
 from lsgd.node.screen import LAUNCHER, Screen, show
@@ -51,6 +51,7 @@ from lsgd.protocol.keys import (
     token_path,
 )
 from lsgd.protocol.messages import Place, worker_name
+from lsgd.protocol.ports import hold, hold_or_any, port_of
 from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
 from lsgd.protocol.sockets import ConnectorKeys, Listener
@@ -144,7 +145,13 @@ def launch(settings: LaunchSettings) -> int:
         script = Path(name).suffix == ".py" and Path(name).is_file()
         hint = f"; type: lsgd launch -- python {shlex.join(settings.command)}" if script else ""
         raise ConfigError(f"the command {name!r} was not found or is not executable{hint}")
-    network = _network_address(place, settings.port)
+    with ExitStack() as held:
+        return _launch(settings, _network_address(place, settings.port, held), environ, held)
+
+
+def _launch(settings: LaunchSettings, network: str, environ: dict[str, str], held: ExitStack) -> int:
+    """Do so at node 0's address. ``held``: holds the ports of this node's servers."""
+    place = settings.place
     if place.node == 0:
         if not settings.resume and runs(settings.run_dir / CHECKPOINTS):
             raise ConfigError(
@@ -166,7 +173,7 @@ def launch(settings: LaunchSettings) -> int:
         _show_tokens(lines, settings.run_dir)
         store = storing.Storing(settings.store, settings.run_dir, place.node, environ) if settings.store else None
         with ExitStack() as after:
-            (status, *end), serves = _run(settings, network, known, keys, servers, environ, store, after)
+            (status, *end), serves = _run(settings, network, known, keys, servers, environ, store, after, held)
             if serves:
                 lines = results.finish(settings.run_dir, status, *end)
                 show("".join(f"{LAUNCHER}{line}\n" for line in lines), sys.stdout)
@@ -184,11 +191,12 @@ def _run(
     environ: dict[str, str],
     store: storing.Storing | None,
     after: ExitStack,
+    held: ExitStack,
 ) -> tuple[tuple[int, str, str], bool]:
     """Return the node's exit status, how the run ended (as :meth:`Node.conclude`), and whether it served it last.
 
     ``known``: where an earlier launcher of this node has known the global server, or where it could have moved.
-    ``after``: takes what handles signals from the run's end on.
+    ``after``: takes what handles signals from the run's end on. ``held``: holds the ports of this node's servers.
     """
     name, folder = node_name(settings.place.node), socket_folder()
     local, incarnation = f"ipc://{folder / SOCKET_NAME}", secrets.randbits(63)
@@ -211,7 +219,7 @@ def _run(
             commands += _observers(settings, network, environ)
             panel = Panel(screen, network, insecure=settings.insecure) if screen.is_terminal else None
         tell = (lambda words: None) if settings.place.node == 0 else say  # the global server's lines are here
-        offer = place_to_serve(settings.place, network)
+        offer = place_to_serve(settings.place, network, held)
         place = settings.place.node, incarnation, listener, link, settings.workers
         knock = Knock()
         opened.callback(knock.close)
@@ -222,7 +230,7 @@ def _run(
         opened.callback(server.disconnect)
         start = partial(Process, screen=screen, reading=reading)
         outlives = bool(servers) and settings.place.nodes > 1
-        serve = partial(_take_over, settings, server, offer, keys, environ)
+        serve = partial(_take_over, settings, server, offer, keys, environ, held)
         node = Node(name, commands, server, start, screen.say, panel=panel, outlives=outlives, serve=serve)
         signals = Signals(signal.SIGHUP)
         after.callback(signals.restore)
@@ -241,16 +249,17 @@ def _take_over(
     offer: str,
     keys: ConnectorKeys | None,
     environ: Mapping[str, str],
+    held: ExitStack,
 ) -> Sequence[Command]:
     """Return the servers with which this node serves the run, from its copy of the journal, at the place it offered.
 
     Raises:
-        ConfigError: the journal or the keys cannot be written.
+        ConfigError: the place is taken, or the journal or the keys cannot be written.
     """
     node, folder = settings.place.node, settings.run_dir
     path = folder / f"node{node}-{JOURNAL}"
     host, port = place_of(offer)
-    claim_port(host, port)  # it was free when this node offered it
+    held.enter_context(hold(host, port))  # again, in case somebody listens there after all
     try:
         state, rounds = local.copy.load()
         for old in folder.glob(f"{path.name}*"):
@@ -263,7 +272,8 @@ def _take_over(
     if keys is not None:
         ring = KeyRing.adopt(adopted_folder(folder, node), keys.secret, local.copy.allowed, local.copy.certificate)
         access = ["--keys", str(ring.folder)]
-    servers = _serving(offer, path, free_port(host, port + 1) if local.relay[0] else 0, access, "--continue")
+    relay_port = port_of(held.enter_context(hold_or_any(host, port + 1))) if local.relay[0] else 0
+    servers = _serving(offer, path, relay_port, access, "--continue")
     return [replace(command, restart_arguments=(), appends=True) for command in _servers(settings, servers, environ)]
 
 
@@ -284,15 +294,15 @@ def _servers(
         )
 
 
-def _network_address(place: NodePlace, port: int) -> str:
-    """Return where the global server listens; on node 0, check that it can."""
+def _network_address(place: NodePlace, port: int, held: ExitStack) -> str:
+    """Return where the global server listens; on node 0, ``held`` holds the port from now on."""
     if port == 0 and place.nodes > 1:
         raise ConfigError("port 0 (any free port) works for one node only; with more, every node must know the port")
     if port == LAST_PORT and place.nodes > 1:
         raise ConfigError(f"port {port} leaves none for the relay, which takes the next one: choose a lower one (PORT)")
     ip = resolve(place.address, place.nodes, NAME_WITHIN_S if place.nodes > 1 else 0.0)
     if place.node == 0:
-        port = claim_port(ip, port)
+        port = port_of(held.enter_context(hold(ip, port)))
     return f"tcp://[{ip}]:{port}" if ":" in ip else f"tcp://{ip}:{port}"
 
 

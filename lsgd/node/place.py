@@ -1,17 +1,16 @@
 """Where a launcher is: which node of how many, and node 0's address."""
 
-import errno
 import ipaddress
-import secrets
 import socket
 import subprocess
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from lsgd.errors import ConfigError
 from lsgd.node.screen import LAUNCHER
+from lsgd.protocol.ports import hold, hold_or_any, port_of
 from lsgd.protocol.routes import address_towards, addresses_of
 
 
@@ -47,9 +46,6 @@ _STARTERS = (
     _Starter("the cluster", "NODE_RANK", "NNODES", "MASTER_ADDR"),
     _Starter("Kubernetes", "JOB_COMPLETION_INDEX", "NNODES", "MASTER_ADDR"),  # of an Indexed Job, which sets the first
 )
-
-PORTS, TRIES = range(20_000, 30_000), 20
-"""Where a free port is looked for, and how often: operating systems hand out others, Linux those from 32,768 on."""
 
 NAME_WITHIN_S = 60.0
 """How long to wait for node 0's name to resolve: some clusters announce it when the node has started."""
@@ -168,44 +164,11 @@ def resolve(address: str, nodes: int, within_s: float = 0.0) -> str:
     return ip
 
 
-def claim_port(ip: str, port: int) -> int:
-    """Return ``port`` if a server can listen on it at ``ip``, an address of this machine; for 0, a free port.
-
-    The server starts later. So a free port is one of :data:`PORTS`, which nobody gets meanwhile without asking for it.
-
-    Raises:
-        ConfigError: another process listens there, or the address belongs to another machine.
-    """
-    if not port:
-        for _ in range(TRIES):
-            with suppress(ConfigError):
-                return claim_port(ip, secrets.choice(PORTS))
-    family = socket.AF_INET6 if ":" in ip else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((ip, port))
-        except OSError as error:
-            raise ConfigError(_why_not(error, ip, port)) from None
-        return int(probe.getsockname()[1])
-
-
-def free_port(ip: str, port: int) -> int:
-    """Return ``port`` if a server can listen on it at ``ip``, else another free one.
-
-    Raises:
-        ConfigError: the address belongs to another machine.
-    """
-    try:
-        return claim_port(ip, port)
-    except ConfigError:
-        return claim_port(ip, 0)
-
-
-def place_to_serve(place: Place, network: str) -> str:
+def place_to_serve(place: Place, network: str, held: ExitStack) -> str:
     """Return where this node could serve the run instead of node 0, whose server is at ``network``; empty: nowhere.
 
-    A scheduler that has started the launchers starts those that are gone again, so there nobody else serves.
+    ``held`` holds the port there. A scheduler that has started the launchers starts those that are gone again, so there
+    nobody else serves.
     """
     if place.nodes == 1 or place.starter:
         return ""
@@ -214,22 +177,8 @@ def place_to_serve(place: Place, network: str) -> str:
     host, _, port = network.removeprefix("tcp://").rpartition(":")
     try:
         ip, beside = address_towards(host.strip("[]")), host.strip("[]")
-        free = claim_port(ip, 0) if ip == beside else free_port(ip, int(port))  # node 0's may not be taken yet
+        own = hold(ip) if ip == beside else hold_or_any(ip, int(port))  # node 0's may not be taken yet
     except (OSError, ConfigError):
         return ""
+    free = port_of(held.enter_context(own))
     return f"tcp://[{ip}]:{free}" if ":" in ip else f"tcp://{ip}:{free}"
-
-
-def _why_not(error: OSError, ip: str, port: int) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return (
-            f"port {port} of {ip} is taken, perhaps by the global server of another run "
-            f"(ss -ltnp 'sport = :{port}' shows whose it is): end that, or use another port on all nodes: "
-            f"PORT={port + 2} (--port; the next one is the relay's)"
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return (
-            f"{ip} is not an address of this machine, but node 0 has to run where IP_ADDR (--address) is; "
-            "ip -brief address lists the addresses here"
-        )
-    return f"no server can listen on port {port} of {ip}: {error.strerror}"

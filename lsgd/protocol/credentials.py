@@ -106,7 +106,7 @@ def place_of(address: str) -> tuple[str, int]:
     """
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     if not (address.startswith("tcp://") and host and port.isdecimal() and int(port) < 1 << 16):
-        raise ConfigError(f"{address!r} is not an address of a relay, such as tcp://192.0.2.1:47401")
+        raise ConfigError(f"{address!r} is not an address of a relay, such as tcp://192.0.2.1:27401")
     return "" if host == "*" else host.strip("[]"), int(port)
 
 

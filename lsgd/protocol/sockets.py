@@ -27,15 +27,13 @@ from lsgd.errors import ConfigError
 from lsgd.protocol.frames import Inbox, pack, unpack
 from lsgd.protocol.gate import Gate, Monitor, max_strangers, property_of
 from lsgd.protocol.messages import MAX_NBYTES
+from lsgd.protocol.ports import user_of, user_of_socket
 from lsgd.protocol.socket_folder import MAX_SOCKET_PATH_NBYTES
 
 if TYPE_CHECKING:
     from _typeshed import HasFileno
 
     from lsgd.protocol.keys import KeyRing
-
-DEFAULT_PORT = 47400
-"""TCP port of the global server."""
 
 MAX_BATCH = 256
 """Most messages taken from one socket before the others have their turn."""
@@ -433,16 +431,15 @@ def _remove_unused(path: Path) -> None:
         except ConnectionRefusedError:
             path.unlink(missing_ok=True)
             return
-    raise ConfigError(f"another server listens on ipc://{path}; stop it, or give this one another --listen")
+        who = user_of_socket(probe)
+    raise ConfigError(f"{who} listens on ipc://{path}; stop it, or give this one another --listen")
 
 
 def _bind_failure(address: str, error: zmq.ZMQError) -> str:
     if error.errno == zmq.EADDRINUSE:
-        port = address.rpartition(":")[2]
-        return (
-            f"{address} is taken by another program (`ss -ltnp 'sport = :{port}'` names it); stop it, or choose "
-            f"another port with --listen"
-        )
+        host, _, port = address.removeprefix("tcp://").rpartition(":")
+        who = user_of(host.strip("[]"), int(port))
+        return f"{address} is taken by {who}; stop that, or choose another port with --listen"
     if error.errno in (zmq.EADDRNOTAVAIL, errno.ENODEV):
         return f"{address} is not an address of this machine; `ip -br address` lists them"
     return f"cannot listen on {address!r}: {error.strerror}; write tcp://host:port or ipc://path"

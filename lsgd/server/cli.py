@@ -20,8 +20,9 @@ from lsgd.plan.run import RunSettings
 from lsgd.protocol.credentials import place_of
 from lsgd.protocol.keys import connector_keys, is_local, listener_keys, node_name
 from lsgd.protocol.messages import Place
+from lsgd.protocol.ports import DEFAULT_PORT
 from lsgd.protocol.processes import raise_descriptor_limit
-from lsgd.protocol.sockets import DEFAULT_PORT, Listener, default_local_address
+from lsgd.protocol.sockets import Listener, default_local_address
 from lsgd.server.daemon import CRASHED, Signals, complain, say
 from lsgd.server.relay import Relay
 from lsgd.server.serve import relay_secret, serve_global

@@ -16,6 +16,7 @@ from itertools import chain
 
 from lsgd.errors import ConfigError
 from lsgd.protocol.credentials import MET, TICKET_NBYTES, Ticket, new_greeting
+from lsgd.protocol.ports import user_of
 from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.server.daemon import Signals, complain, say
 
@@ -91,7 +92,8 @@ class Relay:
         try:
             self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as error:
-            raise ConfigError(f"the relay cannot listen on port {port} of {host}: {error.strerror}") from None
+            why = f"it is taken by {user_of(host, port)}" if error.errno == errno.EADDRINUSE else error.strerror
+            raise ConfigError(f"the relay cannot listen on port {port} of {host}: {why}") from None
         self._listener.setblocking(False)
         self.port = int(self._listener.getsockname()[1])
         self._max_ends = raise_descriptor_limit() - SPARE_DESCRIPTORS

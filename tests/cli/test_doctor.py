@@ -139,5 +139,5 @@ def test_nodes_behind_nat_are_timed_through_the_relay() -> None:
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     for said in outputs:
         assert re.search(r"ok    node0 to node1: .*; node1 dials node0, and both directions use that", said)
-        assert re.search(r"ok    node1 to node2: .*; they exchange through the relay, port 47401 of node0", said)
+        assert re.search(r"ok    node1 to node2: .*; they exchange through the relay, port 27401 of node0", said)
         assert re.search(r"ok    node1 to node2: \d+ Mbit/s", said)

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +30,7 @@ from lsgd.errors import BrokenLinksError, ExchangeError
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.credentials import new_greeting
+from lsgd.protocol.ports import hold, port_of
 
 from .bench import Switchboard, generation, together
 
@@ -109,13 +111,17 @@ def test_all_reach_each_other_and_nothing_stays_open() -> None:
     assert descriptors() == before
 
 
-def test_a_door_that_is_closed_a_wrong_one_and_one_without_a_route_are_missed() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+@pytest.fixture
+def closed() -> Iterator[int]:
+    """Return a port at which nobody listens, nor will."""
+    with hold("127.0.0.1") as held:
+        yield port_of(held)
 
+
+def test_a_door_that_is_closed_a_wrong_one_and_one_without_a_route_are_missed(closed) -> None:
     def spoil(me: int, endpoints: list[Endpoint]) -> list[Endpoint]:
         if me == 3:
-            endpoints[0] = replace(endpoints[0], port=port)
+            endpoints[0] = replace(endpoints[0], port=closed)
             endpoints[1] = replace(endpoints[1], nonce=b"x" * 16)
             endpoints[2] = replace(endpoints[2], address="255.255.255.255")
         return endpoints
@@ -176,7 +182,7 @@ def test_an_address_that_is_not_of_this_machine_is_an_exchange_error() -> None:
 def test_a_machine_whose_address_has_changed_is_reached_at_the_new_one(switchboard) -> None:
     members = [switchboard.member(name) for name in NAMES[:2]]
     gone = replace(members[0].join, address="203.0.113.9")
-    members[0] = replace(members[0], join=gone, towards="tcp://127.0.0.1:47400")
+    members[0] = replace(members[0], join=gone, towards="tcp://127.0.0.1:27400")
 
     def work(rank: int) -> list[float]:
         assert probe(generation(1, 1), members[rank]) == ()
@@ -210,14 +216,12 @@ def test_members_that_reach_each_other_find_nothing(switchboard) -> None:
     probe(generation(1), members[0])  # alone there is nothing to do
 
 
-def test_all_members_find_the_same_broken_pairs(switchboard) -> None:
+def test_all_members_find_the_same_broken_pairs(switchboard, closed) -> None:
     """The first one says that it listens where it does not, and that it has reached all that it was to reach."""
     members = [switchboard.member(name, plan(2.0)) for name in NAMES]
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
     join = members[0].join
     store = ServerStore(members[0].channel, join.worker, join.incarnation, 1, 2.0)
-    store.set("endpoint/node0/worker0", json.dumps(["127.0.0.1", port, "00" * 16]))
+    store.set("endpoint/node0/worker0", json.dumps(["127.0.0.1", closed, "00" * 16]))
     store.set("missed/node0/worker0", "[[], false]")
     errors = together(lambda rank: probe(generation(1, 1, 1, transport="nccl"), members[rank]), (1, 2))
     assert [type(error) for error in errors] == [BrokenLinksError] * 2
@@ -227,13 +231,11 @@ def test_all_members_find_the_same_broken_pairs(switchboard) -> None:
     )
 
 
-def test_of_one_that_dies_in_the_probe_nothing_is_said(switchboard) -> None:
+def test_of_one_that_dies_in_the_probe_nothing_is_said(switchboard, closed) -> None:
     members = [switchboard.member(name, plan(2.0)) for name in NAMES]
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
     join = members[0].join
     store = ServerStore(members[0].channel, join.worker, join.incarnation, 1, 2.0)
-    store.set("endpoint/node0/worker0", json.dumps(["127.0.0.1", port, "00" * 16]))
+    store.set("endpoint/node0/worker0", json.dumps(["127.0.0.1", closed, "00" * 16]))
     assert together(lambda rank: probe(generation(1, 1, 1, transport="nccl"), members[rank]), (1, 2)) == [()] * 2
 
 

@@ -133,7 +133,7 @@ def test_the_keys_of_the_secret_let_a_node_in(name: str, tmp_path: Path, monkeyp
     monkeypatch.setenv("LSGD_KEYS", str(ring))
     KeyRing.make(ring, ["node0", "node1", "operator"])
     assert {path.name: path.read_bytes() for path in ring.iterdir()} == files  # nothing had to be made anew
-    assert connector_keys("tcp://10.0.0.1:47400", None, "node1", insecure=False)
+    assert connector_keys("tcp://10.0.0.1:27400", None, "node1", insecure=False)
 
 
 @FILES
@@ -149,7 +149,7 @@ def test_probes_ask_the_global_server_on_node_0_alone(name: str) -> None:
         said = subprocess.run([shell, flag, line], env=told | {rank: "0"}, stdout=subprocess.PIPE)
         program, *arguments = said.stdout.decode().split()
         with main.commands[arguments[0]].make_context(program, arguments[1:]) as context:
-            assert context.params["healthy"] and context.params["connect"] == "node0:47400"
+            assert context.params["healthy"] and context.params["connect"] == "node0:27400"
 
 
 @FILES

@@ -3,14 +3,12 @@
 import atexit
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from benchmarks.testbed.launch import free_port as free_port  # for the tests
 from lsgd.protocol.events import GenerationBegan, Happening, decode_event
 from lsgd.protocol.messages import PROTOCOL, Events, EventsQuery, Generation, Status, StatusQuery, decode, encode
 from lsgd.protocol.sockets import Connector, wait_for
@@ -39,22 +38,6 @@ LIGHT = {"PYTHONPATH": os.pathsep.join([str(HERE / "light"), os.environ.get("PYT
 
 
 H = TypeVar("H", bound=Happening)
-
-FIRST_PORT, PORTS = 30_000, 300
-_ports = itertools.count(os.getpid())  # others who run these tests are at another one
-
-
-def free_port() -> int:
-    """Return a port for a process that is still to start: the system gives it to nobody else meanwhile.
-
-    Linux chooses ports from 32768 on by itself, and each of pytest's processes has ports of its own here.
-    """
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw8").removeprefix("gw"))
-    while True:
-        port = FIRST_PORT + PORTS * (worker % 9) + next(_ports) % PORTS
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:

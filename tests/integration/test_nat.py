@@ -53,7 +53,7 @@ def carry(source, target):
             end.shutdown(socket.SHUT_RDWR)
 while True:
     one, _ = listener.accept()
-    other = socket.create_connection((sys.argv[1], 47401))
+    other = socket.create_connection((sys.argv[1], 27401))
     for ends in ((one, other), (other, one)):
         threading.Thread(target=carry, args=ends, daemon=True).start()
 """
@@ -151,7 +151,7 @@ def test_what_a_relay_changes_is_noticed_and_sent_again(tmp_path: Path, unobstru
         public = testbed.hosts[0]
         flips = public.popen([sys.executable, "-c", FLIPS, public.address], stdout=subprocess.PIPE, text=True)
         assert flips.stdout and flips.stdout.readline() == "listening\n"
-        rule = "type nat hook prerouting priority -100; tcp dport 47401 redirect to :47999;"
+        rule = "type nat hook prerouting priority -100; tcp dport 27401 redirect to :47999;"
         public.run(["nft", f"table ip nat {{\nchain prerouting {{ {rule} }}\n}}"])
         outputs = finish(begin(testbed, tmp_path, LOCKSTEP))
         assert flips.stdout.readline() == "flipped\n"

@@ -14,7 +14,7 @@ from benchmarks.testbed import Host, Testbed
 from .running import FORKS, SCRIPTS, until
 from .test_two_nodes import finish, start
 
-ADDRESS = "tcp://10.77.0.1:47400"
+ADDRESS = "tcp://10.77.0.1:27400"
 PLAN = {
     "LSGD_ALGORITHM": "leader",
     "LSGD_PERIOD": "16",

@@ -23,7 +23,7 @@ from lsgd.protocol.keys import (
 )
 from lsgd.protocol.sockets import new_key_pair, public_key
 
-NETWORK = "tcp://10.0.0.1:47400"
+NETWORK = "tcp://10.0.0.1:27400"
 
 
 @pytest.fixture

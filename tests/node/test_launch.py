@@ -21,8 +21,10 @@ from lsgd import processors
 from lsgd.cli.commands import main
 from lsgd.errors import ConfigError
 from lsgd.node import gpus, launch, place
-from lsgd.node.place import Place, claim_port, find_place, resolve
+from lsgd.node.place import Place, find_place, resolve
+from lsgd.protocol.credentials import place_of
 from lsgd.protocol.keys import KeyRing
+from lsgd.protocol.ports import hold_or_any, port_of
 from lsgd.run_folder import is_live
 from lsgd.run_folder import runs as checkpoints
 
@@ -181,7 +183,7 @@ class TestNode:
         (listed,) = json.loads(CliRunner().invoke(main, ["runs", str(node.run_dir.parent), "--json"]).stdout)
         assert (listed["state"], listed["folder"]) == ("running", str(node.run_dir))
         assert told.exit_code == 0 and f"the run in {node.run_dir}, at tcp://127.0.0.1:" in told.stderr
-        assert ":47400:" not in told.stderr
+        assert ":27400:" not in told.stderr
         node.process.send_signal(signal.SIGINT)
         status, output = node.finish()
         assert status == 0, output
@@ -608,7 +610,9 @@ class TestRefusals:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             line = refused("--node", "0", "--port", str(port))
-        assert f"port {port} of 127.0.0.1 is taken" in line and f"PORT={port + 2}" in line
+        assert (
+            f"port {port} of 127.0.0.1 is taken by this process ({os.getpid()})" in line and f"PORT={port + 2}" in line
+        )
         two = ("--node", "0", "--nodes", "2", "--address", "127.0.0.1")
         assert "every node must know the port" in refused(*two, "--port", "0")
         assert "leaves none for the relay" in refused(*two, "--port", "65535")
@@ -732,22 +736,17 @@ class TestPlace:
             offer = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
             settings = launch.LaunchSettings(Place(1, 2, "127.0.0.1"), 1, ("cpu",), None, tmp_path, ("python",))
             with pytest.raises(ConfigError, match=r"port \d+ of 127.0.0.1 is taken"):
-                launch._take_over(settings, None, offer, None, {})
+                launch._take_over(settings, None, offer, None, {}, contextlib.ExitStack())
         assert not list(tmp_path.glob("*journal*"))
 
     def test_a_node_on_the_machine_of_node_0_would_serve_at_another_port(self):
         port = free_port()
-        offer = place.place_to_serve(Place(1, 2, "127.0.0.1"), f"tcp://127.0.0.1:{port}")
-        assert offer.startswith("tcp://127.0.0.1:") and offer != f"tcp://127.0.0.1:{port}"
-
-    def test_a_free_port_is_none_that_others_get_without_asking_for_it(self, monkeypatch):
-        assert all(claim_port("127.0.0.1", 0) in place.PORTS for _ in range(20))
-        with socket.create_server(("127.0.0.1", claim_port("127.0.0.1", 0))) as taken:
-            port = taken.getsockname()[1]
-            monkeypatch.setattr(place, "PORTS", [port])
-            assert claim_port("127.0.0.1", 0) not in (0, port)
-            with pytest.raises(ConfigError, match=f"port {port} of 127.0.0.1 is taken"):
-                claim_port("127.0.0.1", port)
+        with contextlib.ExitStack() as held:
+            offer = place.place_to_serve(Place(1, 2, "127.0.0.1"), f"tcp://127.0.0.1:{port}", held)
+            host, own = place_of(offer)
+            assert host == "127.0.0.1" and own != port
+            with hold_or_any(host, own) as another:
+                assert port_of(another) != own, "it is held until the launcher ends"
 
 
 @pytest.mark.slow

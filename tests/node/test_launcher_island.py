@@ -1,5 +1,6 @@
 """The process above those of a worker: what it tells them, and how it ends."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from lsgd.errors import EvictedError
 from lsgd.node import island
+from lsgd.protocol.ports import hold_or_any, port_of
 from lsgd.protocol.sockets import Wakeup
 
 
@@ -27,6 +29,35 @@ def test_processes_are_told_their_places() -> None:
     )
     assert told.returncode == 0
     assert sorted(told.stdout.splitlines()) == [f"{rank} {rank} 3 3 3 cuda:{rank} 127.0.0.1" for rank in range(3)]
+
+
+STORE = """
+import os, socket, sys
+port = int(os.environ["MASTER_PORT"])
+print("port", port, flush=True)
+sys.stdin.readline()
+with socket.create_server(("", port)):
+    print("listens", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_two_islands_side_by_side_have_a_port_each_that_nobody_gets_before_their_stores() -> None:
+    command = [sys.executable, "-P", "-m", "lsgd.node.island", "cpu", "--", sys.executable, "-c", STORE]
+    with contextlib.ExitStack() as started:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        islands = [started.enter_context(subprocess.Popen(command, **pipes)) for _ in range(2)]
+        ports = [int(one.stdout.readline().split()[1]) for one in islands]
+        assert ports[0] != ports[1]
+        for port in ports:
+            with hold_or_any("127.0.0.1", port) as other:
+                assert port_of(other) != port
+        for wanted in ("listens\n", ""):
+            for one in islands:
+                one.stdin.write("\n")
+                one.stdin.flush()
+            assert [one.stdout.readline() for one in islands] == [wanted] * 2
+    assert [one.returncode for one in islands] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -278,4 +278,4 @@ def test_another_program_in_its_place_is_told_from_it(relay: Running) -> None:
             replace(relay, address=f"tcp://127.0.0.1:{other.getsockname()[1]}").meet(relay.ticket())
         program.join()
     with pytest.raises(ConfigError, match="is not an address of a relay, such as"):
-        place_of("192.0.2.1:47401")
+        place_of("192.0.2.1:27401")

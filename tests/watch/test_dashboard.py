@@ -262,7 +262,9 @@ def test_another_port_than_the_usual_is_explained(monkeypatch):
         monkeypatch.setattr(server, "_serve", serve)
         server.open_dashboard("tcp://127.0.0.1:9", None, "127.0.0.1", None, None, said.append)
         server.open_dashboard("tcp://127.0.0.1:9", None, "127.0.0.1", 0, None, said.append)
-    assert re.fullmatch(rf"http://127\.0\.0\.1:\d+/ \(port {taken} is taken\)", said[0])
+    assert re.fullmatch(
+        rf"http://127\.0\.0\.1:\d+/ \(port {taken} is taken by this process \({os.getpid()}\)\)", said[0]
+    )
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", said[1])
 
 

@@ -17,13 +17,13 @@ from lsgd.watch.reader import Reader
 
 from ..integration.running import DEADLINE_S
 
-SAID = "the other part has more. The run continues on node1, at tcp://10.0.0.2:47400: follow it there"
+SAID = "the other part has more. The run continues on node1, at tcp://10.0.0.2:27400: follow it there"
 
 
 @pytest.fixture
 def moved() -> Iterator[str]:
     """Return the address of a server that says where the run continues, whatever it is asked."""
-    answer = encode(Moved("r", Place(1, "tcp://10.0.0.2:47400"), "the other part has more", "r"))
+    answer = encode(Moved("r", Place(1, "tcp://10.0.0.2:27400"), "the other part has more", "r"))
     listener, ended = Listener("tcp://127.0.0.1:0"), threading.Event()
 
     def serve() -> None:

@@ -30,9 +30,9 @@ from lsgd.protocol.messages import (
     WorkerHelloReply,
     worker_name,
 )
+from lsgd.protocol.ports import DEFAULT_PORT
 from lsgd.protocol.processes import pid_namespace
 from lsgd.protocol.routes import has_address
-from lsgd.protocol.sockets import DEFAULT_PORT
 
 logger = logging.getLogger("lsgd")
 

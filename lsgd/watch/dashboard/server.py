@@ -7,6 +7,7 @@ Access rules:
 """
 
 import asyncio
+import errno
 import gzip
 import hmac
 import ipaddress
@@ -30,6 +31,7 @@ from tornado.web import Application, HTTPError, RequestHandler
 
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.protocol.messages import ChangeSettings, Operator, StopRun
+from lsgd.protocol.ports import user_of
 from lsgd.protocol.sockets import ConnectorKeys
 from lsgd.run_folder import METRICS
 from lsgd.watch.dashboard.data import Story
@@ -334,18 +336,21 @@ def open_dashboard(
     """
     token = secrets.token_urlsafe(24) if private or not is_loopback(host) else ""
     dashboard = Dashboard(address, keys, host, token, control=bool(token) or keys is None)
-    sockets = _bind(host, port)
+    sockets, taken = _bind(host, port)
     dashboard.port = sockets[0].getsockname()[1]
-    taken = f" (port {DEFAULT_PORT} is taken)" if port is None and dashboard.port != DEFAULT_PORT else ""
     asyncio.run(_serve(dashboard, sockets, folder, lambda url: say(f"{url}{taken}"), parent))
 
 
-def _bind(host: str, port: int | None) -> list[socket.socket]:
+def _bind(host: str, port: int | None) -> tuple[list[socket.socket], str]:
+    """Return sockets that listen, and why not at the default port."""
+    trouble = ""
     for each in (DEFAULT_PORT, 0) if port is None else (port,):
         try:
-            return bind_sockets(each, host)
+            return bind_sockets(each, host), trouble and f" ({trouble})"
         except OSError as error:
             trouble = error.strerror or str(error)
+            if error.errno == errno.EADDRINUSE:
+                trouble = f"port {each} is taken by {user_of(host, each)}"
         except UnicodeError:  # such as 10.0.0..1
             trouble = "Name or service not known"
     where = host if port is None else f"{host}, port {port}"
