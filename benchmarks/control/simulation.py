@@ -37,6 +37,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
+from lsgd.server.next_step import waits_for
 from lsgd.server.state import Decision, RunState
 
 WORKERS_PER_NODE = 8
@@ -159,7 +160,7 @@ class Simulation:
         """
         self.advance(LONGEST_S)
         if not self.state.over:
-            reason = self.state.waits_for(self.now)
+            reason = waits_for(self.state, self.now)
             raise RuntimeError(f"the simulated run has not ended after {LONGEST_S:g} s: {reason}")
         return self.counts
 

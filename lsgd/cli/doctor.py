@@ -40,7 +40,7 @@ from lsgd.errors import ConfigError, ExchangeError
 from lsgd.node.place import Place, resolve
 from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, is_there, node_name, token_path
 from lsgd.protocol.ports import hold
-from lsgd.server.admission import different_versions
+from lsgd.server.greetings import different_versions
 
 MEET_WITHIN_S, CONNECT_WITHIN_S = 60.0, 5.0
 SMALLEST_NBYTES, LARGEST_NBYTES = 256 << 10, 64 << 20

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 
 from lsgd.protocol.messages import GenerationOver, Go, Recall, Refused, Round, Stop, Waiting
-from lsgd.server import meeting
-from lsgd.server.reasons import Reason, Why
+from lsgd.server.next_step import awaited
+from lsgd.server.reasons import Why
 from lsgd.server.roster import Member, MemberState
 from lsgd.server.state import RunState
 
@@ -45,17 +45,11 @@ def repeat(state: RunState, member: Member) -> None:
     """Answer the same request again."""
     answer = member.answer
     if answer is None:
-        state.answer(member, Waiting(member.seq, _awaited(state, member)))
+        state.answer(member, Waiting(member.seq, awaited(state, member)))
         return
     if answer.round is not None and member.round is None and member.committed < answer.round.id:
         state.answer(member, GenerationOver(answer.round.generation.number, Why.ROUND_FAILED()))
     state.answer(member, answer)
-
-
-def _awaited(state: RunState, member: Member) -> Reason:
-    if member.state is MemberState.CUT:
-        return state.links.words(member.worker, state.now)
-    return meeting.awaited(state, member) if member.call else state.waits_for(state.now, member.finished)
 
 
 def recall(state: RunState, members: Iterable[Member]) -> None:

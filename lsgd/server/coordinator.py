@@ -67,7 +67,7 @@ from lsgd.protocol.messages import (
 from lsgd.server import admission, answers, endings, meeting, scheduler, succession
 from lsgd.server.reasons import NO_REASON, Why
 from lsgd.server.roster import Member, MemberState, finite
-from lsgd.server.state import Decision, RunState
+from lsgd.server.state import UNSAID, Decision, RunState
 from lsgd.server.succession import Outcome
 from lsgd.settings import changed, fields
 
@@ -186,7 +186,7 @@ class Coordinator:
         scheduler.advance(self.state)
         state, happened = self.state, self.state.roster.happened
         if happened or state.over:
-            state.forget_words()
+            state.said = UNSAID
             if state.stage != self._stage:
                 self._stage, reason = state.stage, state.stopping or state.joined()
                 state.happened(RunChanged(self._stage, reason.code, str(reason)))

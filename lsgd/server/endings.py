@@ -3,7 +3,7 @@
 This file implements rules 6, 7, 9 and 11 at the top of :mod:`lsgd.server.coordinator`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lsgd.protocol.events import RoundCompleted, RoundFailed
 from lsgd.protocol.messages import GenerationOver, Refused
@@ -34,7 +34,12 @@ def stop(state: RunState, reason: Reason) -> None:
 
 def call_back(state: RunState) -> None:
     """Hold the requests of members that have finished, so that the next round has them."""
-    for member in state.roster.within(MemberState.FINISHED):
+    hold_again(state, state.roster.within(MemberState.FINISHED))
+
+
+def hold_again(state: RunState, members: Iterable[Member]) -> None:
+    """Hold the requests of members that were outside rounds."""
+    for member in members:
         member.held_at = state.now
         state.changes += 1
         state.roster.move(member, MemberState.HELD)

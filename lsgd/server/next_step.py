@@ -1,25 +1,44 @@
-"""What a run does next when all its live members are held: a pure function of its state. The scheduler carries it out.
+"""What a run does next, or what it waits for: pure functions of its state. The scheduler carries it out.
 
-It decides rules 3, 4, 10, 12, 13 and 16 at the top of :mod:`lsgd.server.coordinator`.
+They decide rules 3, 4, 10, 12, 13 and 16 at the top of :mod:`lsgd.server.coordinator`.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lsgd.protocol.messages import Origin
-from lsgd.server.admission import origin_of
+from lsgd.server import meeting, waits
 from lsgd.server.course import Stretch
+from lsgd.server.greetings import origin_of
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, MemberState, by_place, model_of
 from lsgd.server.state import RunState
+from lsgd.server.waits import Wait
 
 RETURN_LEASES = 2
 """How long a worker that failed has to be started again before a run ends without it, in leases."""
 
+WAIT_WORDS_S = 0.2
+"""How long the sentence is cached that says what requests wait for."""
+
 
 @dataclass(frozen=True, slots=True)
-class Wait:
-    """Nothing: members that are away must come first."""
+class LetBack:
+    """The requests of cut-off members are held again; ``relents``: before the time of all evictions is over."""
+
+    members: Sequence[Member]
+    relents: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CallBack:
+    """The requests of members that have finished are held again: only they have the run's model."""
+
+
+@dataclass(frozen=True, slots=True)
+class LimitWait:
+    """From now on the last round waits for members that are away, for ``patience_s``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +77,11 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class Finish:
+    """The run is over: it stops, and everybody has left."""
+
+
+@dataclass(frozen=True, slots=True)
 class Final:
     """The round that makes the consensus."""
 
@@ -83,11 +107,66 @@ class Train:
     tokens: float
 
 
-Step = Wait | GoBack | Lost | Pause | EndRun | Close | Final | Serve | Train
+Step = LetBack | CallBack | LimitWait | GoBack | Lost | Pause | EndRun | Close | Finish | Final | Serve | Train
+
+_ENDED, _JOINING, _CONSENSUS = Wait(waits.ended), Wait(waits.joining), Wait(waits.consensus)
+_TRAINING, _OTHERS, _ALL_AWAY = Wait(waits.training), Wait(waits.others), Wait(waits.all_away)
 
 
-def choose(state: RunState) -> Step:
-    """Return what the run does next."""
+def choose(state: RunState) -> Step | Wait:
+    """Return what the run does next, or what it waits for. Until all its live members are held, this costs little."""
+    roster = state.roster
+    if state.stopping and not roster.members and not state.over:
+        return Finish()
+    if state.closed:
+        return _ENDED
+    if state.book.final:
+        return _CONSENSUS
+    if roster.generation is None and (roster.held < roster.live or not state.suffices(roster.live)):
+        return Close() if state.stopping else _JOINING
+    if roster.held < roster.live:
+        return _OTHERS if roster.held else _TRAINING
+    if not state.stopping and _only_finished_have_it(state):
+        return CallBack()
+    return _let_back(state) or (_when_all_are_held(state) if roster.live else _ALL_AWAY)
+
+
+def waits_for(state: RunState, now: float) -> Reason:
+    """Say what the held requests wait for; as of a moment ago, if nothing has happened since."""
+    if now - state.said[0] > WAIT_WORDS_S:
+        step = choose(state)
+        state.said = now, (step if isinstance(step, Wait) else _TRAINING).why(state, now)
+    return state.said[1]
+
+
+def awaited(state: RunState, member: Member) -> Reason:
+    """Say what a member's request waits for."""
+    if member.state is MemberState.CUT:
+        return state.links.words(member.worker, state.now)
+    if member.state is MemberState.FINISHED:
+        return waits.others_train(state, state.now)
+    return meeting.awaited(state, member) if member.call else waits_for(state, state.now)
+
+
+def _only_finished_have_it(state: RunState) -> bool:
+    """Whether members that have finished have the run's model, and nobody else has."""
+    finished = state.roster.within(MemberState.FINISHED)
+    over = (MemberState.FINISHED, MemberState.ENDED)
+    return bool(finished) and model_of(finished) > model_of(
+        m for m in state.roster.members.values() if m.state not in over
+    )
+
+
+def _let_back(state: RunState) -> LetBack | None:
+    """Let cut-off members back whose time is over; all of them if nobody else is left, or only they have the model."""
+    cut = state.roster.within(MemberState.CUT)
+    left = state.roster.within(MemberState.HELD, MemberState.BUSY, MemberState.STRAGGLER, MemberState.PAUSED)
+    relents = not left or model_of(cut) > model_of(left)
+    back = [m for m in cut if relents or not state.links.bars(m.worker, state.now)]
+    return LetBack(back, relents) if back else None
+
+
+def _when_all_are_held(state: RunState) -> Step | Wait:
     members = held(state)
     if state.roster.generation is None:
         if not _begun(state, members):
@@ -95,24 +174,29 @@ def choose(state: RunState) -> Step:
     elif obstacle := _awaits_model(state, members):
         return obstacle
     if state.stopping:
-        return last(state)
+        return _last(state)
     out = [m for m in state.roster.members.values() if m.granted]  # stragglers: nobody is busy now
     given = state.ledger.count + sum(m.granted for m in out)
     if given >= state.limit:
         return EndRun(state.all_made(out))
     if all(m.last for m in members):  # those that stay must get the run's model first
         if state.roster.away() or missing(state):
-            return Wait()
+            return Wait(waits.last_holders)
         over = Why.ALL_FINISHED if any(m.steps for m in members) else Why.ALL_LEAVE
         return EndRun(over(count=state.ledger.count))
     return _training(state, members, given)
 
 
-def last(state: RunState) -> Step:
+def _last(state: RunState) -> Step | Wait:
     """Return the next step of a run that stops."""
     if state.roster.within(MemberState.PAUSED) and not _overdue(state):
-        return Wait()
+        return _for_those_away(state, Wait(waits.paused))
     return Close() if state.book.hopeless else Final(held(state))
+
+
+def _for_those_away(state: RunState, wait: Wait) -> Step | Wait:
+    """Wait for members that are away; once the run stops, only for so long."""
+    return LimitWait() if state.stopping and state.final_due_at == math.inf else wait
 
 
 def held(state: RunState) -> list[Member]:
@@ -148,7 +232,7 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
     return Train(stretch, leaving, members, max(len(members), min(schedule.period * training, left)))
 
 
-def _awaits_model(state: RunState, members: Sequence[Member]) -> Step | None:
+def _awaits_model(state: RunState, members: Sequence[Member]) -> Step | Wait | None:
     """Return what must happen first because none of ``members`` has the run's model; None: some have it.
 
     They alone would start over and overwrite what the run has learned. An older model of this run is better than none,
@@ -156,14 +240,15 @@ def _awaits_model(state: RunState, members: Sequence[Member]) -> Step | None:
     """
     away = [] if _overdue(state) else state.roster.away()
     if model_of(away) > model_of(members):
-        return Wait()
+        return _for_those_away(state, Wait(waits.model_away))
     if model_of(members) or not state.ledger.count:
         return None
     run, origin = state.plan.run, _origin(members)
     if origin.iterations or run.restart_from_scratch:
         return GoBack(origin, members)
     few = not state.suffices(len(state.roster.members)) and not state.stopping
-    return Lost(not few or state.now - (state.lost_at or state.now) > run.join_timeout_s)
+    fails = not few or state.now - (state.lost_at or state.now) > run.join_timeout_s
+    return Lost(fails) if fails or not state.lost_at else Wait(waits.model_lost)
 
 
 def _begun(state: RunState, members: Sequence[Member]) -> bool:

@@ -16,6 +16,7 @@ from lsgd.output import append, write_whole
 from lsgd.protocol.events import RoundOrdered, RunProgress, WorkerProgress
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME, MAX_NBYTES, Heartbeat
 from lsgd.run_folder import METRICS, RESULT
+from lsgd.server.next_step import waits_for
 from lsgd.server.roster import Member, Roster, by_place, finite
 from lsgd.server.state import RunState
 
@@ -44,7 +45,7 @@ def report(state: RunState, now: float, stream: Mapping[str, Any] | None = None)
 def summary(state: RunState, now: float) -> dict[str, Any]:
     """Return the run's state without its rounds."""
     roster, book = state.roster, state.book
-    reason = state.stopping or state.waits_for(now)
+    reason = state.stopping or waits_for(state, now)
     return {
         "run": state.run,
         "state": state.stage,
@@ -74,7 +75,7 @@ def summary(state: RunState, now: float) -> dict[str, Any]:
 
 def progress(state: RunState, now: float, departed: Collection[str] = ()) -> RunProgress:
     """Return how far the run is; ``departed``: workers to include although they have left."""
-    roster, reason = state.roster, state.stopping or state.waits_for(now)
+    roster, reason = state.roster, state.stopping or waits_for(state, now)
     gone = [m for name, m in roster.left.items() if name in departed and name not in roster.members]
     members = sorted([*roster.members.values(), *gone], key=by_place)[:MAX_PROGRESS_WORKERS]
     return RunProgress(

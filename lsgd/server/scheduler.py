@@ -9,13 +9,14 @@ from collections.abc import Iterable, Sequence
 from lsgd.protocol.events import GenerationBegan, PeriodChosen, PhaseBegan
 from lsgd.protocol.messages import Round
 from lsgd.server import answers, meeting, next_step
-from lsgd.server.admission import transport_of
 from lsgd.server.books import election, line, roles
 from lsgd.server.course import Stretch
-from lsgd.server.endings import call_back, close, fail, stop
+from lsgd.server.endings import call_back, close, fail, hold_again, stop
+from lsgd.server.greetings import transport_of
 from lsgd.server.reasons import Why, number_of
-from lsgd.server.roster import Member, MemberState, NodeQueue, model_of, named
+from lsgd.server.roster import Member, MemberState, NodeQueue, named
 from lsgd.server.state import RunState
+from lsgd.server.waits import Wait
 from lsgd.settings import same_form
 
 
@@ -46,44 +47,34 @@ def advance(state: RunState) -> None:
         _serve_held(state)
         for queue in roster.queues.values():
             _start_local(state, queue)
-    if state.stopping and roster.generation is None and not state.closed:
-        close(state)
-    if state.stopping and not roster.members:
-        state.over = True
-    if not roster.live:
-        _let_back(state)
-    if roster.held >= roster.live and not state.stopping:
-        _call_back(state)
-    live = roster.live
-    if state.book.final or not live or roster.held < live:
-        return
-    if roster.generation is not None or state.suffices(live):
-        _let_back(state)
-        _carry_out(state, next_step.choose(state))
+    while not isinstance(step := next_step.choose(state), Wait):
+        _carry_out(state, step)
 
 
 def _carry_out(state: RunState, step: next_step.Step) -> None:
-    """Do what is next when all live members are held."""
+    """Do what is next."""
     match step:
-        case next_step.Wait() if state.stopping:
-            state.final_due_at = min(state.final_due_at, state.now)
+        case next_step.LetBack(members, relents):
+            if relents:
+                state.links.relent(state.now)
+            hold_again(state, members)
+        case next_step.CallBack():
+            call_back(state)
+        case next_step.LimitWait():
+            state.final_due_at = state.now
+        case next_step.Finish():
+            state.over = True
         case next_step.Lost(fails):
             _lose_model(state, fails=fails)
         case next_step.GoBack():
             _go_back(state, step)
-            _carry_out(state, next_step.choose(state))
         case next_step.Pause(callers):
             for member in callers:
                 meeting.pause(state, member)
-            _carry_out(state, next_step.choose(state))
-        case next_step.EndRun(reason, None):
+        case next_step.EndRun(reason, stretch):
+            if stretch is not None:
+                _begin_stretch(state, stretch)
             stop(state, reason)
-            _carry_out(state, next_step.last(state))
-        case next_step.EndRun(reason, Stretch() as stretch):
-            _begin_stretch(state, stretch)
-            stop(state, reason)
-            _let_back(state)
-            _carry_out(state, next_step.last(state))
         case next_step.Close():
             close(state)
         case next_step.Final(members):
@@ -93,7 +84,7 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
             _begin_stretch(state, stretch, leaving)
             state.ledger.begin_round([], tokens, state.roster.queues.values(), math.inf)
             _serve_held(state)
-        case next_step.Train():
+        case _:
             _train(state, step)
 
 
@@ -147,31 +138,6 @@ def _begin_phase(state: RunState, number: int, algorithm: str) -> None:
     state.book.fresh = True
     state.happened(PhaseBegan(number + 1, algorithm, state.ledger.count))
     state.note(Why.PHASE(number=number + 1, algorithm=algorithm, count=state.ledger.count))
-
-
-def _let_back(state: RunState) -> None:
-    """Hold the requests of cut-off members whose time is over.
-
-    All of them at once if nobody else is left, or if only they have the run's model.
-    """
-    cut = state.roster.within(MemberState.CUT)
-    left = state.roster.within(MemberState.HELD, MemberState.BUSY, MemberState.STRAGGLER, MemberState.PAUSED)
-    if not left or model_of(cut) > model_of(left):
-        state.links.relent(state.now)
-    for member in cut:
-        if not state.links.bars(member.worker, state.now):
-            member.held_at = state.now
-            state.changes += 1
-            state.roster.move(member, MemberState.HELD)
-
-
-def _call_back(state: RunState) -> None:
-    """Hold the requests of members that have finished if they have the run's model, and nobody else has."""
-    finished = state.roster.within(MemberState.FINISHED)
-    if finished:
-        others = (m for m in state.roster.members.values() if m.state not in (MemberState.FINISHED, MemberState.ENDED))
-        if model_of(finished) > model_of(others):
-            call_back(state)
 
 
 def _begin_generation(state: RunState, members: Sequence[Member]) -> None:

@@ -14,19 +14,16 @@ from lsgd.server.course import Course
 from lsgd.server.links import Links, Ways
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
-from lsgd.server.roster import Member, MemberState, OpenRound, Roster, named, transfer_of
+from lsgd.server.roster import Member, Roster, named
 
 HERE_S = 5.0
 """A worker that was heard at most so long ago counts as being there."""
 
-LONG_ROUND_S = 3.0
-"""After how long a round that nobody waits for is mentioned."""
-
-WAIT_WORDS_S = 0.2
-"""How long the sentence is cached that says what requests wait for."""
-
 LOOPS_EVERY_S = 1e-4
 """How long, for each worker, the share of their own loops is cached."""
+
+
+UNSAID = (-math.inf, NO_REASON)
 
 
 @dataclass(slots=True)
@@ -79,6 +76,7 @@ class RunState:
         final_due_at: time from which the last round waits for members that are away; infinite: it does not.
         lost_at: time at which the run's model was found to be lost, checkpoints included; 0: never.
         events: number of times that this server has noted each, by its code.
+        said: what the run waits for, in words, and when that was said; :data:`UNSAID` if something has happened since.
     """
 
     plan: Plan
@@ -115,7 +113,7 @@ class RunState:
     lost_at: float = 0.0
     events: Counter[str] = field(default_factory=Counter)
     decision: Decision = field(default_factory=Decision)
-    _wait: tuple[float, Reason] = (-math.inf, NO_REASON)
+    said: tuple[float, Reason] = UNSAID
     _loops: tuple[float, float] = (-math.inf, 0.0)  # when their share was computed, and the share
 
     def __post_init__(self) -> None:
@@ -263,60 +261,6 @@ class RunState:
             missing += [name for name in names if name not in self.roster.members]
         more = f" and {len(missing) - most} more" if len(missing) > most else ""
         return f"; missing: {', '.join(missing[:most])}{more}" if missing else ""
-
-    def waits_for(self, now: float, finished: bool = False) -> Reason:
-        """Say what the held requests wait for, or those of workers that have ``finished``."""
-        if finished and not self.stopping:
-            return self._what_finished_wait_for()
-        if now - self._wait[0] > WAIT_WORDS_S:
-            self._wait = (now, self._what_is_waited_for(now))
-        return self._wait[1]
-
-    def _what_finished_wait_for(self) -> Reason:
-        members = self.roster.members.values()
-        return Why.TRAIN_ON(who=named(m for m in members if not m.last) or "one that failed")
-
-    def forget_words(self) -> None:
-        """Drop the cached sentence of :meth:`waits_for`, because something has happened."""
-        self._wait = (-math.inf, NO_REASON)
-
-    def _what_is_waited_for(self, now: float) -> Reason:
-        members = self.roster.members.values()
-        if self.closed:
-            return Why.ENDED(reason=self.stopping)
-        if self.roster.generation is None:
-            if not self.suffices(len(members)):
-                return self.joined(names=True)
-            return Why.FIRST_REQUESTS(who=named(m for m in members if not m.held))
-        if self.lost_at:
-            return Why.MODEL_LOST(count=self.ledger.count)
-        opened = next(iter(self.book.open.values()), None)
-        if self.book.final:
-            who = [m for m in members if m.round is not None]
-            return Why.CONSENSUS(who=named(who), transfer=transfer_of(who))
-        if not self.roster.held:
-            return self._at_work(opened, now)
-        if all(m.lacking for m in members if m.held):
-            late = self.roster.within(MemberState.HELD)
-            return Why.CATCHES_UP(who=named(late), transfer=transfer_of(late))
-        if busy := self.roster.within(MemberState.BUSY):
-            waited_s = now - min(m.held_at for m in members if m.held)
-            transfer = transfer_of(opened.waiting) if opened else ""
-            unfinished = f" (round {opened.round.id} is not completed yet{transfer})" if opened else ""
-            return Why.BUSY(waited_s=waited_s, who=named(busy), open_round=unfinished)
-        away = self.roster.away()
-        if all(m.last for m in members if m.held):
-            return Why.LAST_HOLDERS(who=named(away)) if away else self._what_finished_wait_for()
-        if paused := self.roster.within(MemberState.PAUSED):
-            return Why.AWAY(who=named(paused))
-        return Why.MODEL_AWAY(who=named([m for m in away if m.synced] or away))
-
-    def _at_work(self, opened: OpenRound | None, now: float) -> Reason:
-        """Say what all workers do while nobody waits; ``opened``: the oldest round that is open."""
-        if opened is None or opened.opened_at is None or now - opened.opened_at < LONG_ROUND_S:
-            return Why.NOBODY(joined=self.joined())
-        for_s, who = now - opened.opened_at, named(opened.waiting)
-        return Why.UNDER_WAY(id=opened.round.id, for_s=for_s, who=who, transfer=transfer_of(opened.waiting))
 
     def all_made(self, out: list[Member]) -> Reason:
         """Say that no iteration is left to grant: the members in ``out`` still have the last ones."""

@@ -24,6 +24,7 @@ from lsgd.server.coordinator import Coordinator
 from lsgd.server.course import Course
 from lsgd.server.global_daemon import GIVE_WAY_S, GlobalDaemon
 from lsgd.server.journal import restore, taken_over
+from lsgd.server.next_step import waits_for
 from lsgd.server.standbys import Standbys
 from lsgd.server.state import Decision, RunState
 
@@ -567,7 +568,7 @@ class World:
     def story(self) -> str:
         states = {w.name: (w.host.alive, w.state, w.seq, w.done) for w in self.workers if w.state != "gone"}
         servers = {h.index: (h.server._state.terms, h.server._state.ledger.count) for h in self.hosts if h.server}
-        waits = [s._state.waits_for(self.now) for s in self.serving()]
+        waits = [waits_for(s._state, self.now) for s in self.serving()]
         follows = {h.index: h.local.elsewhere.term for h in self.hosts if h.alive}
         lines = [line for line in self.lines if "been silent" not in line and "answers at" not in line]
         notes = [f"{index}: {note}" for index, note in self.notes[-25:]]

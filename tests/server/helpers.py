@@ -31,10 +31,11 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.next_step import missing
+from lsgd.server.next_step import choose, waits_for
 from lsgd.server.reasons import Reason
 from lsgd.server.roster import MemberState, Roster
 from lsgd.server.state import Decision, RunState
+from lsgd.server.waits import Wait
 from lsgd.settings import AlgorithmSettings, Schedule
 
 from .invariants import check_state
@@ -127,7 +128,7 @@ class Bench:
 
     def waits(self, after_s: float = 0.0) -> str:
         """Return the code of what is waited for."""
-        return self.state.waits_for(self.now + after_s).code
+        return waits_for(self.state, self.now + after_s).code
 
     def act(self, decision: Decision) -> dict[str, list[Downward]]:
         check_invariants(self.state)
@@ -284,7 +285,9 @@ def check_invariants(state: RunState) -> None:
     check_state(state)
     _check_generation(state)
     _check_nobody_waits_in_vain(state)
-    waits = state._what_is_waited_for(0.0)
+    step = choose(state)
+    assert isinstance(step, Wait), step  # what was due has been carried out
+    waits = step.why(state, 0.0)
     assert waits and not re.search(r" for[ :,]*[:;,]|  ", waits), waits  # it names somebody
 
 
@@ -314,18 +317,6 @@ def _check_nobody_waits_in_vain(state: RunState) -> None:
         for group in roster.queues.values():
             complete = group.held == len(group.members) and group.tokens < 1
             assert not complete or tokens < len(group.members)
-    if roster.live and roster.held == roster.live:
-        assert (
-            state.book.final
-            or roster.within(MemberState.PAUSED)
-            or state.lost_at
-            or (
-                not any(m.synced for m in everybody if m.live)
-                and any(m.synced or m.committed for m in everybody if m.state is MemberState.STRAGGLER)
-            )
-            or (all(m.last for m in everybody if m.held) and (roster.live < len(everybody) or missing(state)))
-            or (roster.generation is None and not state.suffices(roster.live))
-        )
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.journal import capture, restore
+from lsgd.server.next_step import waits_for
 from lsgd.server.reasons import Reason
 from lsgd.server.state import Decision, RunState
 
@@ -598,7 +599,7 @@ class SimulatedRun:
         return "\n".join(
             [
                 f"not over at {self.now:.1f}",
-                self.state.waits_for(self.now),
+                waits_for(self.state, self.now),
                 str(states),
                 *self.notes[-30:],
             ]

@@ -32,9 +32,10 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server.books import FIRST_LINES, MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
 from lsgd.server.coordinator import LINGER_S
+from lsgd.server.next_step import waits_for
 from lsgd.server.reasons import NO_REASON
 from lsgd.server.roster import MAX_LEFT, Member, MemberState, Roster
-from lsgd.server.state import LONG_ROUND_S
+from lsgd.server.waits import LONG_ROUND_S
 from lsgd.settings import AlgorithmSettings
 
 from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_plan, started
@@ -327,7 +328,7 @@ def test_token_by_token_to_a_local_and_a_global_round() -> None:
             assert isinstance(go, Go) and go.round is None
     bench.ask("00")
     assert not bench.got
-    assert bench.state.waits_for(bench.now) == (
+    assert waits_for(bench.state, bench.now) == (
         "the next round waits 0.0 s for node0/worker1, node1/worker0, node1/worker1"
     )
     bench.ask("01")
@@ -832,7 +833,7 @@ def test_newcomers_do_not_begin_anew_while_who_has_the_model_pauses() -> None:
     bench.pause("00")
     bench.join("01")
     assert not bench.ask("01")
-    assert bench.waits() == "away"
+    assert bench.waits() == "model_away"
     bench.tick(60)
     assert bench.member("01").held
     bench.ask("00", did=False)
@@ -849,7 +850,7 @@ def test_newcomers_begin_anew_when_nothing_was_learned() -> None:
     assert "no_holder" in bench.codes
     bench.complete_all("01")
     bench.pause("01")
-    assert bench.waits(1) == "nobody"
+    assert bench.waits(1) == "away"
 
 
 # -- leaving ---------------------------------------------------------------------------------------------------
@@ -987,7 +988,7 @@ def test_a_round_that_takes_long_is_said_with_how_far_it_is() -> None:
     bench.ask_all("00", "01")
     assert bench.waits(1.0) == "nobody"
     bench.say(Heartbeat(*bench.who("01"), transfer="7.1 of 50.0 MB with node0/worker0 at 5.00 Mbit/s, about 69 s left"))
-    assert bench.state.waits_for(bench.now + LONG_ROUND_S + 1.0) == (
+    assert waits_for(bench.state, bench.now + LONG_ROUND_S + 1.0) == (
         "round 1 has been under way for 4 s at node0/worker0, node0/worker1: node0/worker1 has moved 7.1 of 50.0 MB "
         "with node0/worker0 at 5.00 Mbit/s, about 69 s left"
     )
@@ -1230,15 +1231,15 @@ def test_the_run_ends_though_somebody_does_not_leave() -> None:
 
 def test_what_is_waited_for_in_words() -> None:
     bench = started("00", "01", "02", "03", "04", "05", period=1, local_period=1)
-    assert bench.state.waits_for(bench.now) == "all workers are training; 6 workers are in the run"
+    assert waits_for(bench.state, bench.now) == "all workers are training; 6 workers are in the run"
     bench.ask("00")
-    assert bench.state.waits_for(bench.now + 3.2) == (
+    assert waits_for(bench.state, bench.now + 3.2) == (
         "the next round waits 3.2 s for node0/worker1, node0/worker2, node0/worker3, node0/worker4 and 1 more"
     )
     bench.ask_all("01", "02", "03", "04", "05")
     bench.complete("00", 2)
     bench.ask("00")
-    assert bench.state.waits_for(bench.now + 4).endswith("and 1 more (round 2 is not completed yet)")
+    assert waits_for(bench.state, bench.now + 4).endswith("and 1 more (round 2 is not completed yet)")
 
 
 def test_members_go_to_whom_they_are_news() -> None:

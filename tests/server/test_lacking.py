@@ -3,6 +3,7 @@
 import pytest
 
 from lsgd.protocol.messages import Go, Heartbeat, Request
+from lsgd.server.next_step import waits_for
 
 from .helpers import Bench, started
 from .test_memento import reborn
@@ -55,7 +56,7 @@ def test_how_far_it_is_can_be_seen_while_the_others_train() -> None:
     bench = with_a_late_one()
     ask(bench)
     bench.say(Heartbeat(*bench.who("10"), transfer="29.4 of 100.0 MB with node0/worker0 at 9.41 Mbit/s"))
-    assert str(bench.state.waits_for(bench.now + 1)) == (
+    assert str(waits_for(bench.state, bench.now + 1)) == (
         "node1/worker0 takes the run's model, while the others train: node1/worker0 has moved 29.4 of 100.0 MB with "
         "node0/worker0 at 9.41 Mbit/s"
     )

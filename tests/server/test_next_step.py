@@ -6,15 +6,16 @@ import pytest
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.protocol.messages import Request
-from lsgd.server import next_step, scheduler
+from lsgd.server import next_step, scheduler, waits
 from lsgd.server.books import MAX_FAILED_ROUNDS
 from lsgd.server.journal import capture
-from lsgd.server.next_step import Close, EndRun, Final, GoBack, Lost, Serve, Step, Train, Wait
+from lsgd.server.next_step import Close, EndRun, Final, GoBack, LimitWait, Lost, Serve, Step, Train
+from lsgd.server.waits import Wait
 
 from .helpers import Bench, Lockstep, started
 
 
-def step_after(bench: Bench, monkeypatch: pytest.MonkeyPatch, *places: str, last: bool = False) -> Step:
+def step_after(bench: Bench, monkeypatch: pytest.MonkeyPatch, *places: str, last: bool = False) -> Step | Wait:
     """Return what the run does once these members have asked; nobody carries it out."""
     with monkeypatch.context() as patched:
         patched.setattr(scheduler, "advance", lambda state: None)
@@ -84,7 +85,9 @@ def test_a_run_that_stops_waits_for_who_paused(monkeypatch) -> None:
     bench = started("00", "01", period=1, local_period=1)
     bench.pause("01")
     bench.coordinator.stop("enough")
-    assert isinstance(step_after(bench, monkeypatch, "00"), Wait)
+    assert isinstance(step_after(bench, monkeypatch, "00"), LimitWait)
+    bench.tick()
+    assert next_step.choose(bench.state) == Wait(waits.paused)
 
 
 @pytest.mark.parametrize("scratch", [False, True])

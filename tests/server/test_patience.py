@@ -12,6 +12,7 @@ from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import GenerationOver, Go, NodeLeave, Stop, StopRun, Waiting
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.journal import capture, restore
+from lsgd.server.next_step import waits_for
 from lsgd.server.report import report
 from lsgd.server.roster import MemberState
 
@@ -184,7 +185,7 @@ def test_the_only_ones_with_the_model_are_waited_for_but_not_by_the_last_round()
     bench.say(StopRun("enough"))
     bench.tick(1.0)
     assert bench.member("00").state is MemberState.STRAGGLER and not bench.book.final
-    assert bench.state.waits_for(bench.now + 1) == (
+    assert waits_for(bench.state, bench.now + 1) == (
         "the next round waits for node0/worker0: nobody else has the run's model"
     )
     bench.tick(30.0)
