@@ -43,6 +43,12 @@ class ByteGrad(QuantizedGradient):
         """Return the first worker of each node, or all workers."""
         return group.across if self.settings.hierarchical else group
 
+    def count(self, present: Tensor, group: Group) -> None:
+        """Begin to sum ``present``; after all buckets, if their operations inside a node must be alone there."""
+        if self.settings.hierarchical and max(group.node_sizes) > 1:
+            self.complete()
+        super().count(present, group)
+
     def reduce(self, gradient: Tensor, result: Tensor, index: int, group: Group, order: Round) -> Iterator[None]:
         """Average one bucket inside the node, then between nodes, and broadcast the result inside."""
         if not self.settings.hierarchical:

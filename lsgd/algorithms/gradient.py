@@ -41,13 +41,22 @@ def buckets(gradients: Flat, nbytes: int) -> Iterator[Tensor]:
         yield from (gradient[start : start + size] for start in reversed(starts))
 
 
+def _summed(x: Tensor, group: Group) -> Iterator[None]:
+    """Replace ``x`` by its sum over all members; the transfer begins after the last one of what is in flight."""
+    yield
+    transfer = group.all_reduce(x)
+    yield
+    transfer.wait()
+
+
 class GradientAlgorithm(Algorithm):
     """Base of the methods that exchange gradients in every iteration.
 
     The order of calls is :meth:`exchange_bucket` once for each bucket, in the same order on all members; then
-    :meth:`complete`; then :meth:`finish`. The first two may run in a thread other than the backward pass's, one thread
-    at a time. Each raises ExchangeError if the exchange failed. The gradients stay unchanged until :meth:`finish`, so
-    the next generation can exchange those of a failed iteration again.
+    :meth:`count`, if members may lack gradients; then :meth:`complete`; then :meth:`finish`. All but the last may run
+    in a thread other than the backward pass's, one thread at a time. Each raises ExchangeError if the exchange failed.
+    The gradients stay unchanged until :meth:`finish`, so the next generation can exchange those of a failed iteration
+    again.
 
     Several buckets are in flight at a time (:class:`lsgd.collectives.pipeline.Pipeline`). NaN or Inf in one member's
     gradient reaches all members, at least as NaN in its place, so GradScaler skips the step on all of them.
@@ -88,8 +97,13 @@ class GradientAlgorithm(Algorithm):
         self._pipeline.begin(self.reduce(gradient, result, index, group, order))
 
     @no_grad
+    def count(self, present: Tensor, group: Group) -> None:
+        """Begin to replace ``present``, 1 for each gradient that is there and else 0, by its sum over all members."""
+        self._pipeline.begin(_summed(present, group))
+
+    @no_grad
     def complete(self) -> None:
-        """Complete all buckets in flight."""
+        """Complete all that is in flight."""
         self._pipeline.complete()
 
     @no_grad

@@ -100,12 +100,12 @@ class Bench:
         return self.gradients()
 
     def own_gradients(self) -> dict[str, Tensor]:
-        """Return what a pass of this member alone computes, zero where it computes nothing."""
+        """Return what a pass of this member alone computes."""
         twin = copy.copy(self)
         twin.model = copy.deepcopy(self.model)
         twin.model.zero_grad()
         twin.loss().backward()
-        return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in twin.model.named_parameters()}
+        return twin.gradients()
 
     def gradients(self) -> dict[str, Tensor]:
         return {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
@@ -128,10 +128,10 @@ def test_each_parameter_gets_the_mean_with_zero_for_who_did_not_use_it(size) -> 
 
     own, first, second = zip(*simulate([size], member), strict=True)
     for name, mean in first[0].items():
-        expected = torch.stack([gradients[name] for gradients in own]).mean(0)
+        expected = torch.stack([gradients.get(name, torch.zeros_like(mean)) for gradients in own]).mean(0)
         torch.testing.assert_close(mean, expected, rtol=1e-5, atol=1e-7)
     assert first[0]["sometimes"].item() != 0.0
-    assert first[0]["unused"].tolist() == [0.0] * 3
+    assert "sometimes" not in own[1] and "unused" not in first[0]
     assert all(same(gradients, first[0]) for gradients in (*first, *second))
 
 
@@ -210,7 +210,7 @@ def test_a_failed_exchange_leaves_the_own_gradients_which_are_exchanged_again(ch
     assert same(mended0, mended1)
     unit = 0.0 if changed is None else 0.02 * max(float(x.abs().max()) for x in own0.values())
     for name, mean in mended0.items():
-        torch.testing.assert_close(mean, (own0[name] + own1[name]) / 2, rtol=1e-5, atol=1e-7 + unit)
+        torch.testing.assert_close(mean, (own0[name] + own1.get(name, 0.0)) / 2, rtol=1e-5, atol=1e-7 + unit)
 
 
 def test_muted_passes_add_up_and_the_last_one_exchanges_the_sum() -> None:
@@ -282,7 +282,7 @@ def test_a_layer_that_is_frozen_after_the_join_stays_as_it_is() -> None:
     bench = alone()
     bench.model.first.requires_grad_(False)
     for _ in range(2):
-        assert {*dict(bench.model.named_parameters())} - {*bench.backward()} == {"first.weight", "first.bias"}
+        assert {*dict(bench.model.named_parameters())} - {*bench.backward()} == {"first.weight", "first.bias", "unused"}
 
 
 def test_a_layer_that_is_frozen_before_the_first_round_is_exchanged_once_it_is_not() -> None:
@@ -291,7 +291,22 @@ def test_a_layer_that_is_frozen_before_the_first_round_is_exchanged_once_it_is_n
     bench.attend(MEAN)
     assert not {*bench.backward()} & {"first.weight", "first.bias"}
     bench.model.first.requires_grad_(True)
-    assert {*bench.backward()} == {*dict(bench.model.named_parameters())}
+    assert {*bench.backward()} == {*dict(bench.model.named_parameters())} - {"unused"}
+
+
+@pytest.mark.parametrize("settings", [MEAN, ByteGradSettings(), ByteGradSettings(hierarchical=False), QSGDSettings()])
+def test_what_nobody_has_a_gradient_for_is_left_alone_by_decay_and_momentum(settings) -> None:
+    def member(group):
+        bench = Bench(group, settings)
+        optimizer = torch.optim.AdamW(bench.model.parameters(), lr=0.1, weight_decay=0.5)
+        for _ in range(3):
+            bench.backward()
+            optimizer.step()
+        return bench.model.state_dict()
+
+    one, other, third = simulate([2, 1], member)
+    assert one["unused"].tolist() == [1.0] * 3 and one["sometimes"].item() != 1.0
+    assert same(one, other) and same(one, third)
 
 
 def test_a_layer_that_is_frozen_on_some_workers_only_moves_alike_on_all() -> None:

@@ -22,7 +22,8 @@ class GradientExchange:
 
     A bucket leaves as soon as its gradients are there, while the backward pass continues. The pass ends when all
     buckets are back, so that unscaling, clipping and the optimizer see the exchanged gradients. A parameter that took
-    no part in the pass has a zero gradient.
+    no part in a member's pass counts as zero there. If it took part in nobody's, its gradient stays None, so that the
+    optimizer leaves it alone: the last message of a pass counts who has which gradient.
 
     DistributedDataParallel replaces the gradients at the end of the pass by their mean inside this worker. Then the
     exchange begins after that, and passes that DDP does not reduce only add to the gradients.
@@ -52,6 +53,7 @@ class GradientExchange:
         self._views = [sharded_like(slot.parameter, view) for slot, view in zip(flat.slots, views, strict=True)]
         self._padding = [_padding(flat, index) for index in range(len(flat.buffers))]
         self._buckets = algorithm.buckets(self._gradients)
+        self._present = torch.empty(len(flat.slots), device=flat.buffers[0].device)
         self._in_buckets = [self._overlap(slot) for slot in flat.slots]
         self._background = Background()
         self._round: ActiveRound | None = None
@@ -81,10 +83,10 @@ class GradientExchange:
         self._round = active
         active.to(State.EXCHANGING)
         self._settle_all()  # a new phase's exchange has not seen that backward pass
-        assert active.group is not None
-        commit = self._algorithm.after_backward((), self._gradients, active.group, active.order)
-        assert commit is not None
-        return self._replacing(active, commit)
+        for index in range(len(self._buckets)):
+            self._exchange(active, index)
+        self._conclude(active)
+        return self._replacing(active, self._algorithm.finish(self._buckets))
 
     def forget(self) -> None:
         """Forget the exchange under way: its backward pass has not come to its end."""
@@ -99,9 +101,11 @@ class GradientExchange:
             # An 8-bit codec fills padding with what its block decodes to: if a number is NaN, NaN, which would stay.
             for gradient, padding in zip(self._gradients, self._padding, strict=True):
                 gradient.index_fill_(0, padding, 0.0)
-            for slot, view in zip(self._slots, self._views, strict=True):
-                if slot.parameter.grad is None and bool(local(view).any()):
-                    slot.parameter.grad = view  # frozen here, but not on all workers: all make the same step
+            lacking = [index for index, slot in enumerate(self._slots) if slot.parameter.grad is None]
+            present = self._present.tolist() if lacking else []
+            for index in lacking:
+                if present[index]:  # on another worker, perhaps because it is frozen here: all make the same step
+                    self._slots[index].parameter.grad = self._views[index]
 
         return Commit(change, commit.judged)
 
@@ -181,11 +185,19 @@ class GradientExchange:
             self._background.start(partial(self._exchange, active, launched), device)
             active.launched += 1
             if active.launched == len(self._buckets):
-                self._background.start(self._algorithm.complete, device)
+                self._background.start(partial(self._conclude, active), device)
 
     def _exchange(self, active: ActiveRound, index: int) -> None:
         assert active.group is not None
         self._algorithm.exchange_bucket(self._buckets[index], index, active.group, active.order)
+
+    def _conclude(self, active: ActiveRound) -> None:
+        """Count on how many members each gradient is there, and complete the exchange."""
+        assert active.group is not None
+        present = [float(slot.parameter.grad is not None) for slot in self._slots]
+        self._present.copy_(torch.tensor(present, device="cpu"))
+        self._algorithm.count(self._present, active.group)
+        self._algorithm.complete()
 
     def _end(self, active: ActiveRound) -> None:
         """At the end of the pass, launch the remaining buckets and complete the exchange."""
@@ -195,12 +207,10 @@ class GradientExchange:
         self._complete()
 
     def _settle_all(self) -> None:
-        """Move every parameter's gradient into its view of the buffer; a missing one becomes zero."""
+        """Move every parameter's gradient into its view of the buffer; a missing one is zero there."""
         for index, slot in enumerate(self._slots):
             if slot.parameter.grad is None:
                 local(self._views[index]).zero_()
-                if slot.parameter.requires_grad:  # else it was frozen since the join, and stays as it is
-                    slot.parameter.grad = self._views[index]
             else:
                 self._settle(index, slot.parameter, slot.name)
 
