@@ -321,10 +321,11 @@ def test_buffers_are_treated_as_the_plan_says(switchboard, setting, expected) ->
     assert members.values("norm.running_var") == expected
 
 
-@pytest.mark.parametrize(("setting", "expected"), [("average", 2.0), ("leader", 3.0)])
-def test_the_consensus_is_one_model_for_all(switchboard, setting, expected) -> None:
+@pytest.mark.parametrize(("setting", "expected", "count"), [("average", 2.0, 1), ("leader", 3.0, 3)])
+def test_the_consensus_is_one_model_for_all(switchboard, setting, expected, count) -> None:
     members = Members(switchboard, 3, consensus=setting)
     members.run(members.round(leader=2, final=True))
+    assert members.values("norm.num_batches_tracked") == [count] * 3, "of one worker: counts have no mean"
     for name in ("linear.weight", "wide.weight", "low.bias", "norm.running_mean"):
         assert members.values(name) == pytest.approx([expected] * 3, rel=1e-14), name
     led = [r.leader_model[0][0].item() for r in members.replicas]

@@ -23,7 +23,7 @@ from lsgd.client.checkpoint.file import DamagedError, Packed, from_bytes, pack, 
 from lsgd.client.checkpoint.reshard import Resharding, layout_of
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError, NonFiniteError
-from lsgd.flat import Layout, describe, named_floating_buffers, written
+from lsgd.flat import Layout, describe, named_floating_buffers, written, written_buffers
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
 from lsgd.run_folder import checkpoint_path, counts, island_sizes, process_name, runs
@@ -34,6 +34,8 @@ logger = logging.getLogger("lsgd")
 
 NAMED = 3
 """How many tensors a message names."""
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 WHOLE = "whole_model"
 """Key in a file's metadata: digest of the whole model, regardless of sharding."""
@@ -477,6 +479,10 @@ class FiniteCheck:
     def buffers(self) -> list[Tensor]:
         """Return the buffers to average, shared ones once."""
         return [b for name, b in named_floating_buffers(self._model) if name not in self._left_out]
+
+    def counters(self) -> list[Tensor]:
+        """Return the integer buffers, which count or index, shared ones once."""
+        return [b for b in written_buffers(self._model) if b.dtype in INTEGERS]
 
     @torch.no_grad()
     def broken(self) -> dict[str, int]:

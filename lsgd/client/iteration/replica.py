@@ -380,7 +380,7 @@ class Replica:
 
         It records how far apart the models were. Each process of an island does so with its part. A model that is not
         ``finite``, or that the algorithm leaves out, does not contribute to the average, and as a leader's it does not
-        replace the others'.
+        replace the others'. Integer buffers, such as batch norm's counts, become those of rank 0, or the leader's.
 
         Raises:
             ExchangeError: it failed.
@@ -398,11 +398,12 @@ class Replica:
         if follows and any(counted) and not counted[order.leader]:
             logger.warning("the model of the leader, rank %d, does not count: the average replaces it", order.leader)
             follows = False
-        chosen = led if follows else means
+        chosen, counters = led if follows else means, self.finite.counters()
+        counted_by_all = of_member(order.leader if follows else 0, counters, group)
 
         def change(*squares: float) -> None:
             self.consensus_distance, self.leader_model = _distance(squares), led
-            put([*parameters, *buffers], chosen)
+            put([*parameters, *buffers, *counters], [*chosen, *counted_by_all])
 
         return Commit(change, _squares(own[: len(parameters)], means[: len(parameters)], group))
 
