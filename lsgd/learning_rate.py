@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,10 @@ def factor(kind: str, progress: float, warmup: float, decay: float) -> float:
         return min(1.0, (1 - progress) / decay) if decay else 1.0
     after = (progress - warmup) / (1 - warmup)
     return 1 - after if kind == "linear" else (1 + math.cos(math.pi * after)) / 2
+
+
+def _factor_at(kind: str, warmup: float, decay: float, progress: float) -> float:
+    return factor(kind, progress, warmup, decay)
 
 
 class Fallen:
@@ -86,12 +91,25 @@ class RateSchedules:
         self._progress, self._optimizers, self._has_end = progress, optimizers, has_end
         self._factors: dict[torch.optim.Optimizer, Callable[[float], float]] = {}
 
-    def add(self, optimizers: Sequence[torch.optim.Optimizer], kind: str, warmup: float, decay: float) -> None:
+    @property
+    def optimizers(self) -> Iterable[torch.optim.Optimizer]:
+        """Those with a schedule."""
+        return self._factors.keys()
+
+    def add(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        kind: str | Callable[[float], float],
+        warmup: float = 0.0,
+        decay: float = 0.0,
+    ) -> None:
         """Let the learning rates of some optimizers follow :func:`factor` from now on, instead of an earlier schedule.
 
-        Raises ConfigError if an argument is wrong, the plan has no end, or an optimizer did not join or has no rate.
+        A function as ``kind`` takes its place. Raises ConfigError if an argument is wrong, the plan has no end, or an
+        optimizer did not join or has no rate.
         """
-        check(kind, warmup, decay)
+        if not callable(kind):
+            check(kind, warmup, decay)
         if not self._has_end():
             raise ConfigError(
                 "worker.schedule needs a run with an end, but the plan has neither iterations nor seconds; add one of "
@@ -109,7 +127,8 @@ class RateSchedules:
                 "worker.schedule got an optimizer without a learning rate, which chooses its steps itself: give it one "
                 "(for Adafactor also relative_step=False), or leave out worker.schedule"
             )
-        self._factors |= dict.fromkeys(optimizers, lambda progress: factor(kind, progress, warmup, decay))
+        times = kind if callable(kind) else partial(_factor_at, kind, warmup, decay)
+        self._factors |= dict.fromkeys(optimizers, times)
         self.follow()
 
     def follow(self) -> None:

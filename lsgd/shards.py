@@ -21,6 +21,9 @@ from lsgd.errors import ConfigError
 
 logger = logging.getLogger("lsgd")
 
+RATES = ("lr", "initial_lr")
+"""Entries of a parameter group: its rate, and, where a schedule sets that, its base."""
+
 
 def _loaded(module: str, name: str) -> Any:
     """Return a class if its module is loaded: only sharded models load it, and importing it takes a second."""
@@ -156,7 +159,12 @@ def local_state(state: Any) -> Any:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load a state of local parts into an optimizer; tensors of sharded parameters become sharded again."""
+    """Load a state of local parts into an optimizer; tensors of sharded parameters become sharded again.
+
+    A learning rate that a schedule sets stays the script's: a scheduler that was made before knows it, and one that is
+    made afterwards begins with it.
+    """
+    rates = [{name: group[name] for name in RATES if name in group} for group in optimizer.param_groups]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     saved = {
         place: {name: _like_state(value, parameters[place]) for name, value in values.items()}
@@ -164,6 +172,10 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> N
         if place in range(len(parameters))  # else an entry of the optimizer's own
     }
     optimizer.load_state_dict({**state, "state": {**state["state"], **saved}})
+    for group, own in zip(optimizer.param_groups, rates, strict=True):
+        if "initial_lr" in group or "initial_lr" in own:
+            group.pop("initial_lr", None)
+            group.update(own)
 
 
 def _like_state(value: Any, parameter: Tensor) -> Any:

@@ -16,7 +16,7 @@ LAYERS = (
     "errors",
     "lazy output payload processors registry election settings shards probe digests means",
     "flat",
-    "learning_rate",
+    "learning_rate schedulers",
     "protocol",
     "kernels",
     "codecs",

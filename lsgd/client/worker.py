@@ -49,6 +49,7 @@ from lsgd.errors import (
 from lsgd.flat import FlatParameters
 from lsgd.protocol.messages import LOOP_ENDED, MAX_LOGGED, Data, Leave, Left, Status, StatusQuery
 from lsgd.run_folder import CHECKPOINTS
+from lsgd.schedulers import counts, inner
 from lsgd.settings import AlgorithmSettings
 from lsgd.shards import full_state_dict
 from lsgd.store.objects import is_url
@@ -341,6 +342,9 @@ class Worker:
     def attend(self, name: str, thing: Stateful) -> None:
         """Save an object in checkpoints from now on; if the run resumes, restore it at once. As ``extra`` of the join.
 
+        With a scheduler the optimizer gets its rates back, too. Newcomers take over schedulers and GradScalers from a
+        member. All else is this worker's own, such as its place in the data; :meth:`follow` is for what is the run's.
+
         Args:
             name: text that no other such object has.
             thing: object with ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader.
@@ -349,6 +353,30 @@ class Worker:
             ConfigError: the name is taken, or the object has no such methods.
         """
         self._checkpoints.attend_extra(name, thing)
+
+    def follow(self, thing: T, place: Callable[[], int] | None = None) -> T:
+        """Let an object be where the run is, also after a resume, a restart or a late join; return it.
+
+        A torch scheduler is stepped to this worker's place: once, if the script has a loop of its own, whose
+        ``scheduler.step()`` continues; before each iteration, if the plan ends the run or there is a ``place``. Then
+        calls of the script do not count. In a plan with an end, it goes through all of its length.
+
+        Anything else with ``state_dict`` and ``load_state_dict``, such as a ReduceLROnPlateau or what decides about an
+        early stop, is saved in checkpoints, and newcomers take over its state from a member.
+
+        Args:
+            thing: scheduler, perhaps as accelerate has prepared it, or another object, to be alike on all workers.
+            place: returns how many steps the scheduler is to have made, if it is stepped by epoch, or the plan ends the
+                run and it does not say how long it is: ``lambda: worker.step // len(loader)``.
+
+        Raises:
+            ConfigError: its optimizer did not join, or it is no such object.
+        """
+        if counts(inner(thing)):
+            self._steps.schedulers.add(thing, place)
+        else:
+            self._checkpoints.follow_extra(inner(thing))
+        return thing
 
     def _part(self, stream: Iterable[Any]) -> Part:
         if isinstance(stream, Part) and stream in self._parts:
@@ -443,19 +471,20 @@ class Worker:
     def schedule(
         self,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        kind: str = "wsd",
+        kind: str | Callable[[float], float] = "wsd",
         *,
         warmup: float = 0.0,
         decay: float = 0.2,
     ) -> None:
         """Set the learning rates before each iteration from now on, by the run's progress.
 
-        A parameter group's rate is its base rate times :func:`lsgd.learning_rate.factor`. The base is the rate at the
-        first call; the group and its checkpoints keep it as ``initial_lr``.
+        A parameter group's rate is its base rate times :func:`lsgd.learning_rate.factor`. The base is the script's rate
+        at the first call; the group keeps it as ``initial_lr``.
 
         Args:
             optimizer: one or several that joined, perhaps wrapped.
-            kind: ``wsd`` (constant, then linear to 0), ``cosine`` or ``linear``, each after the warm-up.
+            kind: ``wsd`` (constant, then linear to 0), ``cosine`` or ``linear``, each after the warm-up; or a function
+                that returns the factor, given the progress, 0 to 1.
             warmup: share of the run in which the rate rises from 0.
             decay: share of the run in which it falls with ``wsd``.
 

@@ -1,19 +1,19 @@
 """A callback that makes any Hugging Face Trainer a worker of a run."""
 
 import logging
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
 from lsgd.integrations.shared import Integration, is_saver, say_who_ends, state_of_run
+from lsgd.schedulers import counts
 
 try:
     from accelerate.state import GradientState
@@ -117,12 +117,10 @@ class LsgdCallback(Integration, TrainerCallback):
         if not worker.plan.run.has_end:
             worker.steps = state.max_steps  # so one that is started again goes on where the others are
         say_who_ends(worker, state.max_steps, "max_steps, or num_train_epochs")
-        if not isinstance(lr_scheduler, LambdaLR):
-            logger.warning(
-                "%s: a %s follows this worker's own steps and not the run; the schedules that TrainingArguments "
-                "(lr_scheduler_type) names follow the run",
-                *(worker.name, type(lr_scheduler).__name__),
-            )
+        if counts(lr_scheduler):
+            worker.follow(lr_scheduler, partial(self._scheduled, state))
+        else:
+            worker.follow(lr_scheduler)
 
     def on_step_begin(
         self,
@@ -131,7 +129,6 @@ class LsgdCallback(Integration, TrainerCallback):
         control: TrainerControl,
         *,
         model: nn.Module,
-        lr_scheduler: Any,
         **_: Any,
     ) -> None:
         """Get an iteration."""
@@ -146,16 +143,12 @@ class LsgdCallback(Integration, TrainerCallback):
         if not has_step:  # the end came while this worker paused, or before; the Trainer takes one more step and stops
             self._at_end = {name: x.clone() for name, x in model.state_dict().items() if isinstance(x, Tensor)}
             control.should_training_stop = True
-        else:
-            self._schedule(lr_scheduler, state)  # the others have trained while this worker was away
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Count a micro-batch."""
         self._consume()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, lr_scheduler: Any, **_: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """End the iteration, or pause to evaluate or save."""
         worker = self._joined
         self._muted.close()
@@ -177,7 +170,6 @@ class LsgdCallback(Integration, TrainerCallback):
                 self._in_step = False
                 if not worker.end_step():
                     self._stop(control)
-        self._schedule(lr_scheduler, state)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
@@ -240,17 +232,13 @@ class LsgdCallback(Integration, TrainerCallback):
             self.__exit__(type(error), error, error.__traceback__)
             raise
 
-    def _schedule(self, lr_scheduler: Any, state: TrainerState) -> None:
-        """Set the learning rate by the run's progress, if the schedule is one that the Trainer has made."""
-        if isinstance(lr_scheduler, LambdaLR):
-            worker = self._joined  # without a length in the plan, the run's progress falls when a fast worker leaves
-            done = worker.step / worker.steps if worker.steps else worker.progress
-            share = min(1.0, max(done, state.global_step / state.max_steps))
-            if (step := round(share * state.max_steps)) != lr_scheduler.last_epoch:
-                lr_scheduler.last_epoch = step - 1
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # torch's: that of a late joiner comes before its first step
-                    lr_scheduler.step()
+    def _scheduled(self, state: TrainerState) -> int:
+        """Return how many steps the Trainer's schedule is to have made, by the run's progress."""
+        worker = self._joined  # without a length in the plan, the run's progress falls when a fast worker leaves
+        done = worker.step / worker.steps if worker.steps else worker.progress
+        share: float = min(1.0, max(done, state.global_step / state.max_steps))
+        steps: int = state.max_steps
+        return round(share * steps)
 
     def _stop(self, control: TrainerControl) -> None:
         """Stop the Trainer; the end of the epoch follows, with the last evaluation and saving."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lsgd.algorithms import ALGORITHMS
@@ -321,10 +322,11 @@ def test_buffers_are_treated_as_the_plan_says(switchboard, setting, expected) ->
     assert members.values("norm.running_var") == expected
 
 
-@pytest.mark.parametrize(("setting", "expected"), [("average", 2.0), ("leader", 3.0)])
-def test_the_consensus_is_one_model_for_all(switchboard, setting, expected) -> None:
+@pytest.mark.parametrize(("setting", "expected", "count"), [("average", 2.0, 1), ("leader", 3.0, 3)])
+def test_the_consensus_is_one_model_for_all(switchboard, setting, expected, count) -> None:
     members = Members(switchboard, 3, consensus=setting)
     members.run(members.round(leader=2, final=True))
+    assert members.values("norm.num_batches_tracked") == [count] * 3, "of one worker: counts have no mean"
     for name in ("linear.weight", "wide.weight", "low.bias", "norm.running_mean"):
         assert members.values(name) == pytest.approx([expected] * 3, rel=1e-14), name
     led = [r.leader_model[0][0].item() for r in members.replicas]
@@ -713,18 +715,58 @@ def test_a_newcomer_takes_the_optimizers_state_if_the_plan_says_so(switchboard, 
     assert bool((momentum == 7.0).all()) is sync
 
 
-@pytest.mark.parametrize(
-    ("settings", "scale"), [(AllReduceSettings(), 32.0), (LocalSettings(period=4), 8.0)], ids=["allreduce", "local"]
-)
-def test_who_exchanges_gradients_scales_them_as_the_source_does(switchboard, settings, scale) -> None:
-    members = Members(switchboard, 2, settings=settings, sync_optimizer=True)
+@pytest.mark.parametrize("settings", [AllReduceSettings(), LocalSettings(period=4)], ids=["allreduce", "local"])
+def test_newcomers_take_over_what_counts_with_the_run(switchboard, settings) -> None:
+    """Schedulers with the rates that they have set, GradScalers, what was followed, and the run's rates."""
+    members = Members(switchboard, 2, settings=settings)
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
-    for scaler, checkpoints in zip(scalers, members.checkpoints, strict=True):
-        scaler.scale(torch.ones(()))
-        checkpoints.attend_extra("scaler", scaler)
+    plateaus = [lr_scheduler.ReduceLROnPlateau(optimizer, patience=0) for optimizer in members.optimizers]
+    cosines = [lr_scheduler.CosineAnnealingLR(optimizer, 10) for optimizer in members.optimizers]
+    own = [Counter(seen=rank) for rank in range(2)]
+    for rank, checkpoints in enumerate(members.checkpoints):
+        scalers[rank].scale(torch.ones(()))
+        checkpoints.attend_extra("scaler", scalers[rank])
+        checkpoints.attend_extra("cosine", cosines[rank])
+        checkpoints.attend_extra("own", own[rank])
+        if rank == 0:
+            checkpoints.follow_extra(plateaus[rank])
     scalers[0].update(new_scale=32.0)
-    members.run(members.round(new=(1,)))
-    assert [float(scaler.scale(torch.ones(()))) for scaler in scalers] == [32.0, scale]
+    members.checkpoints[0].rates.step(members.optimizers[0])
+    for step in (*cosines[:1] * 3, plateaus[0]):
+        members.optimizers[0].step()
+        step.step(*[1.0] * (step is plateaus[0]))
+    plateaus[0].step(2.0)  # no better, so the rate falls
+    fallen = members.optimizers[0].param_groups[0]["lr"]
+    assert members.run(members.round(new=(1,))) == [None] * 2
+    assert [float(scaler.scale(torch.ones(()))) for scaler in scalers] == [32.0, 32.0]
+    assert cosines[1].last_epoch == 3 and members.optimizers[1].param_groups[0]["lr"] == cosines[0].get_last_lr()[0]
+    assert [each.seen for each in own] == [0, 1], "which is each worker's own"
+    assert members.checkpoints[1].rates.state_dict() == members.checkpoints[0].rates.state_dict()
+    members.checkpoints[1].follow_extra(plateaus[1])  # made later
+    assert plateaus[1].best == 1.0 and members.optimizers[1].param_groups[0]["lr"] == fallen < 0.01
+
+
+class Counter:
+    """What a script counts."""
+
+    def __init__(self, seen: int) -> None:
+        self.seen = seen
+
+    def state_dict(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+def test_a_state_that_nobody_can_send_stays_with_its_worker(switchboard, caplog) -> None:
+    members = Members(switchboard, 2)
+    counters = [Counter(seen={1, 2}), Counter(seen=3)]
+    for counter, checkpoints in zip(counters, members.checkpoints, strict=True):
+        checkpoints.follow_extra(counter)
+        checkpoints.follow_extra(counter)  # once more
+    assert members.run(members.round(new=(1,))) == [None] * 2
+    assert counters[1].seen == 3 and "newcomers do not take over 'Counter 0': " in caplog.text
 
 
 def test_a_failed_round_changes_nothing_and_the_next_generation_goes_on(switchboard) -> None:

@@ -164,20 +164,17 @@ def test_an_evaluation_before_the_training_is_none_of_its_business(tmp_path) -> 
 
 
 @pytest.mark.parametrize("place", [{"progress": 0.75, "steps": 0}, {"progress": 0.9, "steps": 40, "step": 30}])
-def test_a_step_has_the_learning_rate_of_the_runs_progress(tmp_path, place) -> None:
+def test_a_step_has_the_learning_rate_of_the_runs_progress(place) -> None:
     """Also the first one of a worker that joins late, and the first one after an evaluation.
 
     Without a length in the plan, it is that of this worker's place: the run's progress falls when a fast one leaves.
     """
     transformers = pytest.importorskip("transformers")
-    integration = importlib.import_module(MODULE)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
-    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    callback, state = integration.LsgdCallback(), transformers.TrainerState(max_steps=100)
-    callback._worker = SimpleNamespace(begin_step=lambda: True, **place)
-    callback.on_step_begin(arguments, state, transformers.TrainerControl(), model=None, lr_scheduler=schedule)
-    assert optimizer.param_groups[0]["lr"] == 0.25
+    callback, state = importlib.import_module(MODULE).LsgdCallback(), transformers.TrainerState(max_steps=100)
+    callback._worker = SimpleNamespace(**place)
+    assert callback._scheduled(state) == 75
+    state.global_step = 80
+    assert callback._scheduled(state) == 80, "the Trainer's own steps end it"
 
 
 @pytest.mark.parametrize(("step", "stops"), [(38, False), (39, True)])
@@ -189,7 +186,7 @@ def test_a_worker_that_was_started_again_ends_where_the_others_do(tmp_path, step
     callback, control = integration.LsgdCallback(), transformers.TrainerControl()
     callback._worker = SimpleNamespace(steps=40, step=step, progress=0.9, end_step=lambda: True)
     state = transformers.TrainerState(max_steps=40, global_step=5)
-    callback.on_step_end(arguments, state, control, lr_scheduler=None)
+    callback.on_step_end(arguments, state, control)
     assert control.should_training_stop == stops
 
 
@@ -200,13 +197,13 @@ def test_a_worker_whose_steps_are_made_asks_for_none(tmp_path) -> None:
     callback, control, model = integration.LsgdCallback(), transformers.TrainerControl(), torch.nn.Linear(1, 1)
     callback._worker = SimpleNamespace(steps=40, step=40, stopped=False, finish=lambda: calls.append("finish"))
     state = transformers.TrainerState(max_steps=40)
-    callback.on_step_begin(arguments, state, control, model=model, lr_scheduler=None)
+    callback.on_step_begin(arguments, state, control, model=model)
     assert control.should_training_stop and calls == ["finish"]
     with torch.no_grad():
         consensus = model.weight.clone()
         model.weight.zero_()  # the step that the Trainer makes before it stops
     state.global_step = 1
-    callback.on_step_end(arguments, state, control, lr_scheduler=None)
+    callback.on_step_end(arguments, state, control)
     callback._worker.stopped, callback._worker.leave, callback._worker.first = True, lambda: True, True
     callback.on_epoch_end(arguments, state, control, model=model)
     assert state.global_step == 0 and torch.equal(model.weight, consensus)

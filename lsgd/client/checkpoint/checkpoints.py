@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree
 
 from lsgd.algorithms import Algorithm
@@ -23,10 +24,11 @@ from lsgd.client.checkpoint.file import DamagedError, Packed, from_bytes, pack, 
 from lsgd.client.checkpoint.reshard import Resharding, layout_of
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError, NonFiniteError
-from lsgd.flat import Layout, describe, named_floating_buffers, written
+from lsgd.flat import Layout, describe, named_floating_buffers, written, written_buffers
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
 from lsgd.run_folder import checkpoint_path, counts, island_sizes, process_name, runs
+from lsgd.schedulers import Rates, hold, inner
 from lsgd.settings import AlgorithmSettings
 from lsgd.shards import load_optimizer, local, local_state
 
@@ -34,6 +36,11 @@ logger = logging.getLogger("lsgd")
 
 NAMED = 3
 """How many tensors a message names."""
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+RATES = "lsgd_rates"
+"""Name of the run's learning rates among the objects to save."""
 
 WHOLE = "whole_model"
 """Key in a file's metadata: digest of the whole model, regardless of sharding."""
@@ -105,6 +112,7 @@ class Checkpoints:
         algorithm: settings and state of the algorithm then; None without a checkpoint.
         restarted: whether this worker replaces a process that died in the same run.
         finite: finds tensors of the model that training has made non-finite.
+        rates: the run's learning rates, to compare with.
     """
 
     def __init__(
@@ -118,6 +126,7 @@ class Checkpoints:
     ) -> None:
         for name, thing in extra.items():
             _check_stateful(name, thing)
+        self.rates = Rates(optimizers)
         self.run = ""
         self.iterations = 0
         self.losses: list[float] = []
@@ -127,8 +136,9 @@ class Checkpoints:
         self.finite = FiniteCheck(model)
         self._model, self.layout = model, Layout(model)
         self._optimizers = optimizers
-        self._extra = dict(extra)
-        self._saved_extra: dict[str, Any] = {}  # of a checkpoint, whatever has joined
+        self._extra: dict[str, Stateful] = {RATES: self.rates, **extra}
+        self._of_run = {RATES}  # names of those that newcomers take over
+        self._saved_extra: dict[str, Any] = {}  # of a checkpoint or of the source, whatever has joined
         self._resume = resume
         self._island = island
         self._about: dict[str, str] = {}
@@ -237,24 +247,57 @@ class Checkpoints:
             _set_random_state(self._random, next(self._model.parameters()).device)
             self._random = {}
 
-    def attend_extra(self, name: str, thing: Stateful) -> None:
-        """Save this object from now on, as those of the join; restore it, if there is a checkpoint."""
+    def attend_extra(self, name: str, thing: Stateful, *, of_run: bool = False) -> None:
+        """Save this object from now on, as those of the join; restore it, if there is a state of it.
+
+        What is ``of_run``, newcomers take over from a member, as they do schedulers and GradScalers.
+        """
         _check_stateful(name, thing)
         if (taken := self._extra.get(name)) is not None:
             raise ConfigError(f"there is an extra {name!r}, a {type(taken).__name__}; choose another name")
         self._extra[name] = thing
-        if self._path is not None:
+        if of_run:
+            self._of_run.add(name)
+        if self._path is not None or name in self._saved_extra:
             self._restore_extra(name, thing)
+
+    def follow_extra(self, thing: Stateful) -> None:
+        """Attend to an object of the run under a name of its own: its class, and how many there are before it."""
+        kind = type(thing).__name__
+        _check_stateful(kind, thing)
+        if all(each is not thing for each in self._extra.values()):
+            taken = sum(name.startswith(f"{kind} ") for name in self._of_run)
+            self.attend_extra(f"{kind} {taken}", thing, of_run=True)
 
     def _restore_extra(self, name: str, thing: Stateful) -> None:
         if name in self._saved_extra:
-            thing.load_state_dict(self._saved_extra.pop(name))
-        else:
+            _load(thing, self._saved_extra.pop(name))
+        elif name != RATES:
             logger.warning("the checkpoint %s has no extra %r: it stays as it is", self._path, name)
 
-    def scalers(self) -> dict[str, torch.amp.GradScaler]:
-        """Return the GradScalers among the objects to save, by name."""
-        return {name: thing for name, thing in self._extra.items() if isinstance(thing, torch.amp.GradScaler)}
+    def shared(self) -> Packed:
+        """Return the states that newcomers take over from this member, packed; those that cannot be are left out."""
+        states: dict[str, Any] = {}
+        for name, thing in self._extra.items():
+            if name in self._of_run or isinstance(inner(thing), torch.amp.GradScaler | LRScheduler):
+                state = thing.state_dict()
+                try:
+                    states[name] = unpack(pack(state))
+                except TypeError as error:
+                    logger.warning("newcomers do not take over %r: %s", name, error)
+        return pack(states)
+
+    def take_shared(self, packed: Packed) -> None:
+        """Take over what :meth:`shared` has returned on another member."""
+        for name, state in unpack(packed).items():
+            if name not in self._extra:
+                self._saved_extra[name] = state
+            elif state:  # a GradScaler that is not enabled has none
+                _load(self._extra[name], state)
+
+    def schedulers(self) -> list[LRScheduler]:
+        """Return the learning-rate schedulers among the objects to save."""
+        return [each for thing in self._extra.values() if isinstance(each := inner(thing), LRScheduler)]
 
     def attend(self, loader: P) -> P:
         """Save this loader's position from now on; continue at the first position in the checkpoint that fits.
@@ -308,8 +351,8 @@ class Checkpoints:
             return None
         last = self.last()
         return NonFiniteError(
-            f"the model at the end of the run is not finite: {values}; lower the learning rate (on a resume, after "
-            f"Worker.join, since a checkpoint has its own; with worker.schedule, each group's initial_lr), and "
+            f"the model at the end of the run is not finite: {values}; lower the learning rate (on a resume "
+            f"without a schedule, after Worker.join, since a checkpoint has its own), and "
             + (f"resume from {last} with lsgd launch --resume (RESUME=1)" if last else "begin a new run")
         )
 
@@ -409,6 +452,13 @@ class Checkpoints:
             yield from ((name, part) for part in written(local(x)))
 
 
+def _load(thing: Stateful, state: dict[str, Any]) -> None:
+    """Restore an object, and of a scheduler also the rates that it has set."""
+    thing.load_state_dict(state)
+    if isinstance(scheduler := inner(thing), LRScheduler):
+        hold(scheduler)
+
+
 def _check_stateful(name: str, thing: object) -> None:
     if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
         raise ConfigError(f"extra[{name!r}] is a {type(thing).__name__}, without state_dict()")
@@ -477,6 +527,10 @@ class FiniteCheck:
     def buffers(self) -> list[Tensor]:
         """Return the buffers to average, shared ones once."""
         return [b for name, b in named_floating_buffers(self._model) if name not in self._left_out]
+
+    def counters(self) -> list[Tensor]:
+        """Return the integer buffers, which count or index, shared ones once."""
+        return [b for b in written_buffers(self._model) if b.dtype in INTEGERS]
 
     @torch.no_grad()
     def broken(self) -> dict[str, int]:

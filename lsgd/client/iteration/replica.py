@@ -52,8 +52,8 @@ class Replica:
     """One worker's copy of what the run trains.
 
     Args:
-        checkpoints: source of the buffers to average, of the GradScalers, and of the resumed algorithm's state, with
-            which the first round starts if its algorithm has the same form.
+        checkpoints: source of the buffers to average, of what newcomers take beside the model, and of the resumed
+            algorithm's state, with which the first round starts if its algorithm has the same form.
         ddp: what reduces the model's gradients inside this worker; None: nothing does.
 
     Attributes:
@@ -78,7 +78,7 @@ class Replica:
         self.model = model
         self.optimizers = list(optimizers)
         self.finite = checkpoints.finite
-        self._scalers = checkpoints.scalers
+        self.shared, self.take_shared = checkpoints.shared, checkpoints.take_shared
         run, shard = membership.welcome.run, membership.island.shard
         self._run_id = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
         self._muon = membership.join.muon
@@ -274,7 +274,7 @@ class Replica:
             stream = io.BytesIO(data.numpy().tobytes())
             try:
                 # Loading moves it to the parameters, but for counts of steps, which would hold up a GPU there.
-                loaded, scales = torch.load(stream, map_location="cpu", weights_only=True)
+                loaded = torch.load(stream, map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
                 raise LsgdError(
                     f"an optimizer's state has something that is neither a tensor nor a number, so another worker "
@@ -289,19 +289,11 @@ class Replica:
                     f"optimizers on all workers, and with all parameter groups from the start (a group can train later "
                     f"by lr=0 until then)"
                 ) from None
-            for name, scaler in self._scalers().items():
-                if scales.get(name):  # the source has one, and it is enabled
-                    scaler.load_state_dict(scales[name])
 
     def optimizer_bytes(self) -> Tensor:
-        """Return the optimizers' states as a file, uint8: the same bytes on members with the same states.
-
-        If gradients are exchanged, it has those of GradScalers, too: members must scale their losses alike.
-        """
-        scalers = self._scalers() if self.algorithm.settings.schedule().identical else {}
-        scales = {name: scaler.state_dict() for name, scaler in scalers.items()}
+        """Return the optimizers' states as a file, uint8: the same bytes on members with the same states."""
         stream = io.BytesIO()
-        torch.save((local_state([optimizer.state_dict() for optimizer in self.optimizers]), scales), stream)
+        torch.save(local_state([optimizer.state_dict() for optimizer in self.optimizers]), stream)
         return torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
 
     # -- in a round --------------------------------------------------------------------------------------------
@@ -380,7 +372,7 @@ class Replica:
 
         It records how far apart the models were. Each process of an island does so with its part. A model that is not
         ``finite``, or that the algorithm leaves out, does not contribute to the average, and as a leader's it does not
-        replace the others'.
+        replace the others'. Integer buffers, such as batch norm's counts, become those of rank 0, or the leader's.
 
         Raises:
             ExchangeError: it failed.
@@ -398,11 +390,12 @@ class Replica:
         if follows and any(counted) and not counted[order.leader]:
             logger.warning("the model of the leader, rank %d, does not count: the average replaces it", order.leader)
             follows = False
-        chosen = led if follows else means
+        chosen, counters = led if follows else means, self.finite.counters()
+        counted_by_all = of_member(order.leader if follows else 0, counters, group)
 
         def change(*squares: float) -> None:
             self.consensus_distance, self.leader_model = _distance(squares), led
-            put([*parameters, *buffers], chosen)
+            put([*parameters, *buffers, *counters], [*chosen, *counted_by_all])
 
         return Commit(change, _squares(own[: len(parameters)], means[: len(parameters)], group))
 

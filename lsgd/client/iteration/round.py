@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lsgd.algorithms.base import Commit
 from lsgd.client.checkpoint.checkpoints import Snapshot
+from lsgd.client.checkpoint.file import Packed, from_bytes, to_bytes
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Traffic, WorkerGroup
 from lsgd.client.groups.form import form
@@ -224,7 +225,7 @@ class RoundEntry:
         taking = group.rank in order.new and group.rank != order.source
         if self.lacking and not taking:
             replica.restore()  # the others are gone, and this worker has its own model only
-        states = self._states(group, order)
+        states, beside = self._states(group, order), self._beside(group, order)
         # At the start of a run all wait, so that all train from the start.
         follows = bool(order.new) and order.exchanges > 0 and not (order.final or states)
         follows = follows and replica.algorithm.can_be_followed
@@ -238,6 +239,8 @@ class RoundEntry:
         self._following = Following(handover, own, left, pause_s) if left else None
         self._late = frozenset(order.new) if follows else frozenset()  # of an island, others may still lack parts
         self.lacking = taking and bool(left)
+        if taking:
+            replica.take_shared(beside)
         if taking and not left:
             replica.take_over(states)
 
@@ -247,9 +250,25 @@ class RoundEntry:
         if not order.new or not (replica.run.sync_optimizer or replica.algorithm.settings.schedule().identical):
             return []
         nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        data = replica.optimizer_bytes() if group.rank in takers else nothing
-        length = torch.tensor([len(data)], device=group.device)
-        group.broadcast(length, order.source)
-        row = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-        row[: len(data)] = data[: len(row)]
-        return [row]
+        return [_as_long_as(order.source, replica.optimizer_bytes() if group.rank in takers else nothing, group)]
+
+    def _beside(self, group: WorkerGroup, order: Round) -> Packed:
+        """Return what newcomers take from the source beside the model: states of schedulers, rates, and so on."""
+        if not order.new:
+            return Packed({}, "{}")
+        sent = []
+        for data in to_bytes(self.replica.shared()):
+            row = torch.frombuffer(bytearray(data if isinstance(data, bytes) else data.encode()), dtype=torch.uint8)
+            sent.append(_as_long_as(order.source, row, group))
+            group.broadcast(sent[-1], order.source)
+        tensors, rest = (row.numpy().tobytes() for row in sent)
+        return from_bytes(tensors, rest.decode())
+
+
+def _as_long_as(source: int, data: Tensor, group: WorkerGroup) -> Tensor:
+    """Return bytes in a row as long as that of the source."""
+    length = torch.tensor([len(data)], device=group.device)
+    group.broadcast(length, source)
+    row = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
+    row[: len(data)] = data[: len(row)]
+    return row

@@ -10,9 +10,9 @@ from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
-from lsgd.client.iteration.schedulers import LOOK_AFTER, cut_short
 from lsgd.errors import LsgdError, NotTrainedError
 from lsgd.learning_rate import RateSchedules
+from lsgd.schedulers import LOOK_AFTER, Loop, Schedulers, optimizer_of
 
 logger = logging.getLogger("lsgd")
 
@@ -44,6 +44,13 @@ class Steps:
         self._name = membership.join.worker
         self._whole = membership.island.size == 1
         self._replica = replica
+        self._began = membership.welcome.step
+        self.schedulers = Schedulers(
+            self._name,
+            replica.optimizers,
+            checkpoints.rates,
+            lambda: [*self.schedules.optimizers, *map(optimizer_of, checkpoints.schedulers())],
+        )
         self._begun = False
         self._stepped = False
         self._outside = 0  # steps of optimizers outside of steps of this worker
@@ -67,7 +74,6 @@ class Steps:
         self._begun = self._has_next()
         self.rounds.arm(begun=self._begun)
         if self._begun:
-            self.schedules.follow()
             self.rounds.stopwatch.spend("compute")
         return self._begun
 
@@ -156,7 +162,7 @@ class Steps:
         if self._stepped and self._grants.granted:
             self._grants.complete()
             if self._grants.done == LOOK_AFTER:
-                self._warn_of_schedulers()
+                self.schedulers.look(self._loop, LOOK_AFTER)
             self._followed = False
             if self._whole:
                 self._follow()
@@ -176,17 +182,12 @@ class Steps:
         self._followed = True
         self.rounds.after_step()
 
-    def _warn_of_schedulers(self) -> None:
-        """Warn of a torch scheduler that this worker will not go through to its end."""
-        own, all_ = self._grants.steps, self._run.iterations
+    @property
+    def _loop(self) -> Loop:
+        all_ = self._run.iterations
         share = all_ / self.rounds.world_size if all_ else float("inf")
-        steps = min(own or share, share)
-        if words := cut_short(self._replica.optimizers, steps):
-            of = f" of the {all_} iterations of all workers" if steps == share else ""
-            logger.warning(
-                "%s: %s: this worker makes about %d steps%s. Make it as long as that, or use worker.schedule",
-                *(self._name, words, steps, of),
-            )
+        step = self._began + self._grants.done
+        return Loop(step, self._grants.steps, self._run.has_end, self._grants.middle, share)
 
     def _check_optimizers(self) -> None:
         """Warn, and later fail, if no joined optimizer steps."""
@@ -214,7 +215,11 @@ class Steps:
             if granted:
                 self.rounds.ask_ahead()
             self._paused = False
-        return self._grants.granted and not self._grants.stopped
+        if self._grants.stopped or not self._grants.granted:
+            return False
+        self.schedules.follow()
+        self.schedulers.follow(self._loop)
+        return True
 
     # -- the optimizers' hooks ---------------------------------------------------------------------------------
 
@@ -228,6 +233,8 @@ class Steps:
                 f"step: they end this iteration or give it back to the run; call them after the step, or between two "
                 f"loops"
             )
+        if not self._grants.stopped:
+            self.schedulers.before_step(optimizer, self._loop)
         closure = closure_in(args, kwargs)
         if closure is None or self.rounds.gradients is None:
             self.rounds.before_step(optimizer)
