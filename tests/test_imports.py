@@ -30,7 +30,7 @@ LAYERS = (
     "server",
     "watch",
     "node",
-    "client/control client/loader client/streams",
+    "client/control client/data",
     "client/groups",
     "client/checkpoint",
     "client/iteration",
@@ -102,7 +102,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def layer_of(module: str) -> int | None:
-    """Return the number of the layer of ``client/loader.py`` or ``lsgd.client.loader.ShardLoader``; None: not ours."""
+    """Return the number of the layer of ``client/worker.py`` or ``lsgd.client.worker.Worker``; None: not ours."""
     if module.startswith("lsgd."):
         module = module.removeprefix("lsgd.").replace(".", "/")
     elif not module.endswith(".py"):

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lsgd.algorithms.base import is_muon
-from lsgd.client import loader as loaders
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model, save_to_store
 from lsgd.client.control.closing import CodedError, exit_at_once, exit_for, leave_on_errors, on_error
@@ -33,10 +32,14 @@ from lsgd.client.control.joining import (
     unwrapped,
 )
 from lsgd.client.control.replicas import bare, ddp_of
+from lsgd.client.data.first import FirstData
+from lsgd.client.data.passes import Pass, Passes, peek, rows_of
+from lsgd.client.data.samplers import options_of, shard_of
+from lsgd.client.data.shards import ShardLoader, length, shard_loader
+from lsgd.client.data.streams import Part, StreamLoader, is_stream
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.reports import Timings, numbers_of
 from lsgd.client.iteration.steps import Steps
-from lsgd.client.streams import Part, StreamLoader, is_stream
 from lsgd.errors import (
     ConfigError,
     ExchangeError,
@@ -97,10 +100,10 @@ class Worker:
         self._replica = replica
         self._steps, self._checkpoints, self._open = steps, checkpoints, True
         self._pid = os.getpid()
-        self._data = loaders.FirstData(lambda digest: self._channel.send(Data(*membership.who, digest)))
+        self._data = FirstData(lambda digest: self._channel.send(Data(*membership.who, digest)))
         leave_on_errors(self)
         self._parts = weakref.WeakSet[Part]()
-        self._samplers: list[loaders.ShardSampler] = []
+        self._samplers: list[Passes] = []
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     @classmethod
@@ -275,7 +278,7 @@ class Worker:
         shuffle: bool = True,
         seed: int = 0,
         **options: Any,
-    ) -> loaders.ShardLoader | StreamLoader:
+    ) -> ShardLoader | StreamLoader:
         """Return a DataLoader of this worker's shard of ``dataset``; each process of an island gets a part of it.
 
         Every epoch deals new shards, which are disjoint, cover the dataset, and follow the membership. A loader that is
@@ -302,20 +305,21 @@ class Worker:
         if is_stream(dataset):
             agree = partial(_all_have_a_batch, island)
             return self._checkpoints.attend(StreamLoader(self._part(dataset), agree, options))
-        loader = loaders.shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
+        loader = shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._deal(loader)
 
-    def _deal(self, loader: loaders.ShardLoader) -> loaders.ShardLoader:
-        loader.sampler.follow(self._samplers)
-        self._samplers.append(loader.sampler)
+    def _deal(self, loader: ShardLoader) -> ShardLoader:
+        loader.passes.follow(self._samplers)
+        self._samplers.append(loader.passes)
         return self._checkpoints.attend(loader)
 
     def shard(self, data: Iterable[Any]) -> Any:
         """Return this worker's part of data: of a DataLoader one like it, of a stream a stream.
 
         A DataLoader of a dataset with a length gets this worker's shard, and its length, as from :meth:`loader`, if it
-        draws at random, in order, or by torch's DistributedSampler. Of any other sampler, or batch sampler, each
-        worker takes every n-th index, or batch.
+        draws at random, in order, or by torch's DistributedSampler. Of torch's other samplers each worker takes every
+        n-th index. A sampler, or batch sampler, of the script that holds the dataset draws from this worker's part of
+        it; of any other, all workers draw the same order, and each takes every n-th batch. Each pass deals anew.
 
         What is a shard or a part already is divided as the whole that it is from.
 
@@ -324,20 +328,39 @@ class Worker:
         change of members counts at once. Checkpoints have its place, if nothing reads ahead; see :meth:`attend`.
 
         Args:
-            data: DataLoader or stream, the same on all workers; a stream shuffled with the same seed, if at all.
+            data: DataLoader or stream, the same on all workers, or several in a list or a dict, which stays one; a
+                stream shuffled with the same seed, if at all.
 
         Raises:
             ConfigError: it is neither, a dataset has fewer samples than workers, or a sampler has no length.
         """
         self._data.tell_nothing()
+        if isinstance(data, Mapping):
+            return {name: self.shard(each) for name, each in data.items()}
+        if isinstance(data, list | tuple) and any(isinstance(each, DataLoader) for each in data):
+            return [self.shard(each) for each in data]
         if not isinstance(data, DataLoader):
             return self._checkpoints.attend(self._part(data))
         island = self._membership.island
         if is_stream(data.dataset):
             stream, agree = self._part(data.dataset), partial(_all_have_a_batch, island)
-            return self._checkpoints.attend(StreamLoader(stream, agree, loaders.options_of(data)))
-        shard = loaders.shard_of(data, partial(_place, weakref.ref(self)), island.size)
-        return self._deal(shard) if isinstance(shard, loaders.ShardLoader) else shard
+            return self._checkpoints.attend(StreamLoader(stream, agree, options_of(data)))
+        return self._deal(shard_of(data, partial(_place, weakref.ref(self)), island.size))
+
+    def rows(self, length: int, epoch: int = 0) -> range:
+        """Return this worker's rows of a dataset, for a script that draws by hand: no other worker has them.
+
+        They follow the membership, so ask again in each epoch. The rows of another epoch are another worker's of this
+        one; together those of all workers are all rows. In an island each process has a part of its worker's.
+
+        Args:
+            length: number of rows, the same on all workers.
+            epoch: number of the pass over them.
+
+        Raises:
+            ConfigError: there are fewer rows than workers.
+        """
+        return rows_of(length, _place(weakref.ref(self)), epoch)
 
     def attend(self, name: str, thing: Stateful) -> None:
         """Save an object in checkpoints from now on; if the run resumes, restore it at once. As ``extra`` of the join.
@@ -385,7 +408,7 @@ class Worker:
         self._parts.add(part)
         return part
 
-    def batches(self, loader: Iterable[T]) -> "loaders.Pass[T]":
+    def batches(self, loader: Iterable[T]) -> Pass[T]:
         """Return an iterable over the loader's batches, each in its own step (:meth:`begin_step`, :meth:`end_step`).
 
         Its length is the loader's, but it ends for good when the run stops; then no drawn batch is wasted. Rounds
@@ -403,14 +426,14 @@ class Worker:
         Before ServerLostError and NoConsensusError are raised, this worker's state is saved. If the script does not
         handle the last five, the end of the ``with`` block ends the process with that exit code.
         """
-        return loaders.Pass(loader, lambda: self._steps_over(loader))
+        return Pass(loader, lambda: self._steps_over(loader))
 
     def _steps_over(self, loader: Iterable[T]) -> Iterator[T]:
         if self.stopped:
             return
         self._check_open()
         self._steps.close_step()
-        left = loaders.length(loader)
+        left = length(loader)
         source = self._data.of(loader, self.world_size)
         try:
             while self.begin_step():
@@ -424,7 +447,7 @@ class Worker:
                     return
                 if not left:
                     self._steps.close_step()
-                    more, source = loaders.peek(source)  # more than len() said
+                    more, source = peek(source)  # more than len() said
                     if not more:
                         return
         finally:

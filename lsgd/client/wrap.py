@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from lsgd.algorithms.base import clones
 from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.client import loader as loaders
 from lsgd.client.control.joining import unwrapped
 from lsgd.client.control.replicas import bare
+from lsgd.client.data.passes import Pass
 from lsgd.client.iteration.steps import WARN_AFTER_STEPS, closure_in, with_closure
 from lsgd.client.worker import Worker, check_steps
 from lsgd.errors import ConfigError, LsgdError
@@ -98,7 +98,7 @@ class WrappedWorker(Worker):
         """Register :meth:`Worker.probe`, whose forward passes are no evaluation of the script's."""
         super().probe(partial(self.hooks.aside, evaluate))
 
-    def batches(self, loader: Iterable[T]) -> loaders.Pass[T]:
+    def batches(self, loader: Iterable[T]) -> Pass[T]:
         """Return :meth:`Worker.batches`, whose steps replace those of the hooks."""
         self.hooks.close()
         self._checkpoints.forget_positions()

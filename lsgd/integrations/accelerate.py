@@ -110,7 +110,7 @@ class LsgdLoop(Integration):
 
     def batches(self) -> Iterator[Any]:
         """Yield the loader's batches, once, as :meth:`lsgd.client.Worker.batches`; it raises the same."""
-        yield from self.worker.batches(_Counted(self._loader, self._consume, self._batch_size > 0))
+        yield from self.worker.batches(_Counted(self._loader, self._consume, self._shards))
 
     def report(self, loss: Tensor | float) -> None:
         """Report the loss of a batch, before it is divided by the number of micro-batches in a step."""

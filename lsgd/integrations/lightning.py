@@ -46,7 +46,7 @@ class LsgdCallback(Integration, Callback):
     def __init__(self, *, shard: bool = True, seed: int = 0, **options: Any) -> None:
         super().__init__("the Trainer", shard, options)
         self._seed = seed
-        self._restored: dict[str, int] = {}  # the stream's state in a checkpoint of Lightning
+        self._restored: dict[str, Any] = {}  # the stream's state in a checkpoint of Lightning
         self._in_step = False
         self._away = False  # paused in this step
         self._closed = False
@@ -67,17 +67,15 @@ class LsgdCallback(Integration, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run."""
-        loader = trainer.train_dataloader
-        self._shard(loader, self._seed)
-        if self._stream is not None and self._restored:
-            self._stream.load_state_dict(self._restored)
+        self._shard(trainer.train_dataloader, self._seed)
+        if self._data is not None and self._restored:
+            self._data.load_state_dict(self._restored)
         self._restored = {}  # it is not for a second training
         self._in_step = self._away = self._closed = False
         is_one = len(trainer.optimizers) == 1  # of several, each one's steps count in global_step
         begun, scaler = trainer.global_step if is_one else 0, getattr(trainer.precision_plugin, "scaler", None)
         worker = self._join(pl_module, trainer.optimizers, scaler, begun)
-        if self._batch_size and loader.num_workers:  # its processes have already prefetched from all the data
-            iter(trainer.fit_loop._data_fetcher)
+        iter(trainer.fit_loop._data_fetcher)  # the first pass has begun before the join, over all the data
         rank_zero_only.rank = 0 if worker.first else max(1, worker.rank)
         if not worker.first and trainer.progress_bar_callback is not None:
             trainer.progress_bar_callback.disable()
@@ -148,7 +146,7 @@ class LsgdCallback(Integration, Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data."""
-        return {} if self._stream is None else self._stream.state_dict()
+        return {} if self._data is None else self._data.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Begin at this position in the data."""

@@ -1,18 +1,13 @@
 """What the integrations have in common."""
 
 import logging
-import math
 import os
-from collections import deque
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import count, islice
 from typing import Any
 
 from torch import nn
-from torch.utils.data import BatchSampler, Sampler
 
-from lsgd.client.loader import EveryNth, ShardSampler, is_plain, length, shuffles
+from lsgd.client.data.trainers import TrainerData
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError, ExchangeError, ServerLostError
 
@@ -47,8 +42,7 @@ class Integration:
         self._worker: Worker | None = None
         self._shards = shards
         self._options = options
-        self._stream: ShardStream | None = None
-        self._batch_size = 0
+        self._data: TrainerData | None = None
         self._muted = ExitStack()
 
     @property
@@ -61,34 +55,17 @@ class Integration:
         """Whether this worker saves for all; true before training: ``if callback.first:`` and what saves the model."""
         return self._worker is None or self._worker.first
 
-    def _shard(self, loader: Any, seed: int) -> None:
-        """Replace a DataLoader's sampler with this worker's shards; a pass keeps its number of batches, all full.
+    def _shard(self, loaders: Any, seed: int) -> None:
+        """Let this worker draw its part of the training data; each pass keeps its number of batches.
 
-        Shards are shuffled if the sampler does it. Of a sampler that draws other samples than each once, the worker
-        gets its part of what that draws.
+        Raises:
+            ConfigError: there is data that lsgd cannot divide.
         """
-        if not self._shards:
-            return
-        self._stream, self._batch_size, batches = None, 0, getattr(loader, "batch_sampler", None)
-        if type(batches) is not BatchSampler or length(batches) == math.inf:
-            logger.warning(
-                "the training data has no sampler that could be sharded, so each worker draws from all of it: pass one "
-                "DataLoader of a dataset with a length, or give each worker data of its own and pass %s(shard=False)",
-                type(self).__name__,
-            )
-            return
-        self._batch_size, size = batches.batch_size, len(loader.dataset)
-        per_pass = len(batches) * self._batch_size
-        sampler = sampler_of(loader)
-        if is_plain(sampler, size) or type(sampler).__name__ == "LengthGroupedSampler":  # that of transformers
-            batches.sampler = self._stream = ShardStream(size, per_pass, self._place, seed, shuffles(sampler))
-        else:
-            batches.sampler = EndlessSampler(per_pass, _passes(EveryNth(sampler, self._place)))
-        batches.sampler.replaces = sampler
+        self._data = TrainerData(loaders, self._place, seed) if self._shards else None
 
     def _join(self, model: nn.Module, optimizers: Any, scaler: Any, step: int) -> Worker:
         """Join the run; ``scaler`` is the trainer's GradScaler, or None; ``step``: how many steps it has made."""
-        own = {"lsgd_stream": self._stream, "lsgd_scaler": scaler}
+        own = {"lsgd_stream": self._data, "lsgd_scaler": scaler}
         extra = {**(self._options.get("extra") or {}), **{name: x for name, x in own.items() if x is not None}}
         self._worker = Worker.join(model, optimizers, **{"step": step, **self._options, "extra": extra})
         return self._worker
@@ -107,8 +84,8 @@ class Integration:
 
     def _consume(self) -> None:
         """Count a batch that was trained on."""
-        if self._stream is not None:
-            self._stream.consume(self._batch_size)
+        if self._data is not None:
+            self._data.consume()
 
     def _mute(self, accumulates: bool) -> None:
         """Exchange no gradients until the next call if the next backward pass only accumulates them."""
@@ -176,117 +153,3 @@ def say_who_ends(worker: Worker, max_steps: float, limits: str) -> None:
             "%s: the run ends after %s, and stops the trainer, or %g steps of this worker (%s) do, whichever is first",
             *(worker.name, " or ".join(ends), max_steps, limits),
         )
-
-
-def sampler_of(loader: Any) -> Any:
-    """Return the script's sampler of a DataLoader's batches, also if an earlier training has replaced it."""
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None)
-    return getattr(sampler, "replaces", sampler)
-
-
-class EndlessSampler(Sampler[int]):
-    """Endless indices in place of a script's sampler. One pass yields ``per_pass`` of them; the next continues there.
-
-    So the number of a trainer's own steps does not depend on the number of workers.
-
-    Attributes:
-        replaces: the script's sampler.
-    """
-
-    replaces: object = None
-
-    def __init__(self, per_pass: int, indices: Iterator[int]) -> None:
-        self._per_pass, self._indices = per_pass, indices
-
-    def __len__(self) -> int:
-        return self._per_pass
-
-    def __iter__(self) -> Iterator[int]:
-        return islice(self._indices, self._per_pass)
-
-
-def _passes(sampler: EveryNth) -> Iterator[int]:
-    """Yield a sampler's indices, one pass of it after another, each with an epoch of its own."""
-    for epoch in count():
-        if not len(sampler):
-            raise ConfigError(
-                "the training data's sampler draws fewer samples than there are workers, so some have none"
-            )
-        sampler.set_epoch(epoch)
-        yield from sampler
-
-
-class ShardStream(EndlessSampler):
-    """This worker's shards, one epoch of the run after another.
-
-    Args:
-        length: length of the dataset.
-        per_pass: number of indices in one pass.
-        place: callback that returns this worker's current (rank, world size).
-        seed: seed of the shards; the same on all workers.
-        shuffle: whether each shard is shuffled.
-
-    Raises:
-        ConfigError: the dataset has fewer samples than there are workers (when it is iterated).
-    """
-
-    def __init__(
-        self, length: int, per_pass: int, place: Callable[[], tuple[int, int]], seed: int, shuffle: bool
-    ) -> None:
-        super().__init__(per_pass, self._deal(0))
-        self._shards = ShardSampler(length, place, seed, shuffle)
-        self._epoch = 0  # of the oldest sample not yet trained on
-        self._consumed = 0  # samples of that epoch's shard trained on
-        self._dealt: deque[tuple[int, tuple[int, int]]] = deque()  # lengths and places of the shards from that epoch on
-        self._saved: tuple[int, tuple[int, int]] | None = None  # length of the data and place, until the next shard
-
-    def consume(self, samples: int) -> None:
-        """Count samples that were trained on; prefetched samples do not count."""
-        self._consumed += samples
-        while self._dealt and self._consumed >= self._dealt[0][0]:
-            self._consumed -= self._dealt.popleft()[0]
-            self._epoch += 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, and of which data and shard."""
-        place = self._dealt[0][1] if self._dealt else self._shards.place()
-        length, place = self._saved or (self._shards.length, place)
-        position = {"epoch": self._epoch, "consumed": self._consumed, "seed": self._shards.seed}
-        return {**position, "length": length, "place": list(place)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position that :meth:`state_dict` returned; in a new epoch, if the shards have changed.
-
-        Whether they have is looked at when the first index is drawn, because this worker may not have joined yet.
-        """
-        self._epoch, self._consumed = state["epoch"], state["consumed"]
-        self._shards.epoch, self._shards.seed = state["epoch"], state["seed"]
-        self._saved = (state["length"], (state["place"][0], state["place"][1])) if "length" in state else None
-        self._dealt.clear()
-        self._indices = self._deal(self._consumed)
-
-    def _begins_anew(self) -> bool:
-        """Go to a new epoch if the position that was loaded is in a shard of other data, or of another number of them.
-
-        It may be another worker's, because one saves for all: in their shards all are about as far.
-        """
-        (length, place), self._saved = self._saved or (self._shards.length, self._shards.place()), None
-        if length == self._shards.length and place[1] == self._shards.place()[1]:
-            return False
-        self._consumed, self._epoch = 0, self._epoch + 1 if length == self._shards.length else 0
-        self._shards.epoch = self._epoch
-        why = "the number of workers" if length == self._shards.length else "the data"
-        logger.warning("%s is not that of the checkpoint: the data is dealt again, from epoch %d on", why, self._epoch)
-        return True
-
-    def _deal(self, skip: int) -> Iterator[int]:
-        skip = 0 if self._begins_anew() else skip
-        while True:
-            shard = self._shards.shard().tolist()
-            if not shard:
-                size = self._shards.place()[1]
-                raise ConfigError(f"the dataset has {self._shards.length} samples for {size} workers; some have none")
-            self._dealt.append((len(shard), self._shards.place()))
-            yield from shard[skip:]
-            skip = 0
-            self._shards.epoch += 1

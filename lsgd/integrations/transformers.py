@@ -103,10 +103,7 @@ class LsgdCallback(Integration, TrainerCallback):
             self.__exit__(None, None, None)
         self._in_step, self._has_losses, self._at_end = False, False, None
         self._losses.clear()
-        strategy = getattr(args, "train_sampling_strategy", "random")
-        self._shard(train_dataloader, args.seed if args.data_seed is None else args.data_seed)
-        if self._stream is not None and strategy not in ("random", "sequential"):
-            logger.warning("train_sampling_strategy = %r is not used: shards are dealt at random", str(strategy))
+        self._shard(train_dataloader, args.data_seed or 0)  # args.seed may be another on each worker
         worker = self._join(model, optimizer, getattr(optimizer, "scaler", None), state.global_step)
         self._hooks = [
             model.register_forward_pre_hook(self._before_forward),

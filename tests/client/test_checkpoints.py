@@ -22,7 +22,7 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.checkpoint.file import DamagedError, Packed, digest, pack, read, unpack, write
 from lsgd.client.control.island import Island
-from lsgd.client.loader import ShardLoader, shard_loader
+from lsgd.client.data.shards import ShardLoader, shard_loader
 from lsgd.errors import ConfigError
 from lsgd.flat import FlatParameters, describe
 from lsgd.protocol.messages import Origin

@@ -16,8 +16,10 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from lsgd.client.loader import digest, length, shard_loader, shard_of, warn_if_unsharded
-from lsgd.client.streams import Part
+from lsgd.client.data.first import digest, warn_if_unsharded
+from lsgd.client.data.samplers import shard_of
+from lsgd.client.data.shards import length, shard_loader
+from lsgd.client.data.streams import Part
 from lsgd.errors import ConfigError
 
 from ..samplers import Turning
@@ -158,12 +160,12 @@ class Backwards(SequentialSampler):
         (RandomSampler(range(100), replacement=True, num_samples=10), 5),
         (RandomSampler(range(100), num_samples=10), 5),
         (RandomSampler(range(100)), 50),
-        (Backwards(range(100)), list(range(98, -1, -2))),
+        (Backwards(range(100)), [x for first in range(94, 0, -10) for x in range(first, first - 5, -1)]),
         (RandomSampler(range(40)), 20),
         (SequentialSampler(range(40)), list(range(1, 40, 2))),
     ],
 )
-def test_a_sampler_keeps_its_order_and_its_number_of_samples(sampler, drawn) -> None:
+def test_a_sampler_keeps_its_order_its_batches_and_its_number_of_samples(sampler, drawn) -> None:
     shard = shard_of(DataLoader(dataset(100), batch_size=5, sampler=sampler), lambda: (1, 2))
     assert len(epoch(shard)) == drawn if isinstance(drawn, int) else epoch(shard) == drawn
 

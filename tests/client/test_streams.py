@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.island import Island
-from lsgd.client.loader import FirstData
-from lsgd.client.streams import Part, StreamLoader
+from lsgd.client.data.first import FirstData
+from lsgd.client.data.streams import Part, StreamLoader
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.flat import FlatParameters, describe
 

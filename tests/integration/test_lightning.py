@@ -99,6 +99,15 @@ def test_two_trainers_train_one_model(cluster, algorithm, arguments) -> None:
     assert max(float(row["lsgd_round"] or 0) for row in logs) > 0
 
 
+def test_each_of_two_loaders_is_dealt(cluster) -> None:
+    plan = ["--algorithm", "bytegrad", "--iterations", "24"]
+    _, workers = train(cluster, plan, "--two")
+    for name, size in (("drawn", 4), ("others", 8)):
+        first, second = (w[name] for w in workers)
+        share = min(48, 12 * size)
+        assert len(first) >= share and sorted({*first[:share]} | {*second[:share]}) == list(range(96))[: 2 * share]
+
+
 def test_it_pauses_to_validate_and_one_worker_saves(cluster) -> None:
     """And a checkpoint of Lightning is where another run begins."""
     plan = ["--algorithm", "local", "--iterations", "40", "--period", "4"]

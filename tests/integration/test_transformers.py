@@ -59,6 +59,25 @@ def test_two_trainers_train_one_model(cluster, algorithm) -> None:
     assert leads["logs"]["lsgd_progress"] == 1.0 and leads["logs"]["lsgd_round"] > 0
 
 
+def test_groups_of_a_sampler_that_repeats_are_dealt_whole(cluster) -> None:
+    """Else a group's completions would be of two prompts, and both workers would draw the same ones."""
+    plan = ["--algorithm", "local", "--iterations", "40", "--period", "4"]
+    _, workers = train(cluster, plan, "--sampler", "repeats")
+    groups = [[w["drawn"][first : first + 4] for first in range(0, len(w["drawn"]), 4)] for w in workers]
+    assert all(len(set(group)) == 1 for each in groups for group in each)
+    first, second = ({group[0] for group in each} for each in groups)
+    assert len(first) == len(groups[0]) >= 8 and len(second) == len(groups[1]) >= 8 and not first & second
+
+
+def test_a_batch_sampler_with_a_fixed_seed_deals_each_worker_its_batches(cluster) -> None:
+    plan = ["--algorithm", "local", "--iterations", "16", "--period", "4"]
+    _, workers = train(cluster, plan, "--sampler", "batches")
+    batches = [[w["drawn"][first : first + 4] for first in range(0, len(w["drawn"]), 4)] for w in workers]
+    assert all(batch == [*range(batch[0], batch[0] + 4)] for each in batches for batch in each)
+    first, second = ({batch[0] for batch in each[:12]} for each in batches)
+    assert first and second and not first & second
+
+
 def test_it_pauses_to_evaluate_and_one_worker_saves(cluster) -> None:
     plan = ["--algorithm", "local", "--iterations", "40", "--period", "4"]
     _, workers = train(cluster, plan, "--every", 3)

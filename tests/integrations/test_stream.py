@@ -1,7 +1,8 @@
 """ShardStream: what a worker draws through a trainer of another library."""
 
-from collections.abc import Iterator
-from itertools import chain
+from collections.abc import Callable, Iterator
+from itertools import chain, count
+from typing import Any
 
 import pytest
 import torch
@@ -18,15 +19,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lsgd.client.loader import ShardSampler
+from lsgd.client.data.shards import ShardSampler
+from lsgd.client.data.trainers import Endless, TrainerData, sampler_of
 from lsgd.errors import ConfigError, ExchangeError
-from lsgd.integrations.shared import Integration, ShardStream, is_saver, sampler_of, state_of_run
+from lsgd.integrations.shared import Integration, is_saver, state_of_run
 
 from ..samplers import Turning
 
 
-def stream(rank: int = 0, size: int = 2, length: int = 20, per_pass: int = 20) -> ShardStream:
-    return ShardStream(length, per_pass, lambda: (rank, size), seed=3, shuffle=True)
+def stream(rank: int = 0, size: int = 2, length: int = 20, per_pass: int = 20) -> Endless:
+    return Endless(ShardSampler(length, lambda: (rank, size), 3, True), per_pass)
 
 
 def test_each_epoch_of_the_run_is_dealt_to_its_workers_whatever_a_pass_is():
@@ -117,7 +119,9 @@ def test_a_sampler_with_fewer_samples_than_workers_is_an_error():
 @pytest.mark.parametrize("sampler", [RandomSampler(range(20)), SequentialSampler(range(20))])
 def test_a_sampler_that_draws_each_sample_once_makes_way_for_shards(sampler):
     (one, other), integration = deal(sampler, range(20))
-    assert sorted(one[:10] + other[:10]) == [*range(20)] and integration._stream is not None
+    assert sorted(one[:10] + other[:10]) == [*range(20)] and isinstance(
+        integration._data.parts[0]._passes, ShardSampler
+    )
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -129,9 +133,10 @@ def test_a_distributed_sampler_says_whether_shards_are_shuffled(shuffle):
 
 
 def test_a_samplers_own_epochs_follow_one_another():
-    """Two workers draw its even places in one pass of a trainer: those of two epochs, which are all the samples."""
-    (one, other), _ = deal(Turning(range(20)), range(20))
-    assert sorted(one) == sorted(other) == [*range(20)]
+    """Two workers draw its batches in one pass of a trainer: those of two epochs; the second begins a sample later."""
+    (one, other), _ = deal(Turning(range(16)), range(16))
+    assert one == [0, 1, 2, 3, 8, 9, 10, 11, 1, 2, 3, 4, 9, 10, 11, 12]
+    assert other == [4, 5, 6, 7, 12, 13, 14, 15, 5, 6, 7, 8, 13, 14, 15, 0]
 
 
 def test_a_loader_of_two_trainings_is_dealt_from_the_scripts_sampler_in_both():
@@ -143,24 +148,76 @@ def test_a_loader_of_two_trainings_is_dealt_from_the_scripts_sampler_in_both():
     assert sampler_of(range(3)) is None
 
 
-class Endless(IterableDataset[int]):
+class Eight(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(8))
 
 
 class Buckets(BatchSampler):
     def __iter__(self) -> Iterator[list[int]]:
-        return iter([[0, 1], [2, 3]])
+        return iter([[0, 1], [2, 3], [4, 5], [6, 7]])
+
+
+def through_a_trainer(make: Callable[[], Any], size: int = 2, passes: int = 1) -> list[list[Any]]:
+    """Return the batches that each worker's trainer draws in some passes over what ``make`` returns."""
+    drawn = []
+    for rank in range(size):
+        integration, loaders = Integration("a trainer", True, {}), make()
+        integration._place = lambda rank=rank: (rank, size)
+        torch.manual_seed(rank)
+        integration._shard(loaders, 0)
+        batches = loaders.values() if isinstance(loaders, dict) else [loaders]
+        drawn.append([[x.tolist() for _ in range(passes) for x in each] for each in batches])
+    return drawn
+
+
+def test_a_stream_is_dealt_sample_by_sample():
+    assert through_a_trainer(lambda: DataLoader(Eight(), 2)) == [[[[0, 2], [4, 6]]], [[[1, 3], [5, 7]]]]
+
+
+def test_batches_of_the_script_stay_whole_and_a_pass_as_long_as_it_was():
+    one, other = through_a_trainer(lambda: DataLoader(range(8), batch_sampler=Buckets(range(8), 2, False)))
+    assert one == [[[0, 1], [4, 5]] * 2] and other == [[[2, 3], [6, 7]] * 2]
+
+
+def test_each_loader_of_several_is_dealt():
+    drawn = through_a_trainer(lambda: {"a": DataLoader(range(16), 4, shuffle=True), "b": DataLoader(range(8), 2)})
+    for name, size in enumerate((16, 8)):
+        halves = [sorted(chain(*each[name]))[: size // 2] for each in drawn]
+        passes = [each[name][: len(each[name]) // 2] for each in drawn]
+        assert sorted(chain(*chain(*passes))) == [*range(size)], halves
+
+
+def test_positions_of_several_loaders_are_those_of_what_was_trained_on():
+    def begun() -> tuple[TrainerData, list[Iterator[Any]]]:
+        buckets = Buckets(range(8), 2, False)
+        loaders = [DataLoader(range(16), 4, shuffle=True), DataLoader(range(8), batch_sampler=buckets)]
+        return TrainerData(loaders, lambda: (1, 2), 0), [iter(each) for each in loaders]
+
+    (first, loaders), (again, loaders_again) = begun(), begun()
+    drawn = [[next(each).tolist() for _ in range(3)] for each in loaders]
+    first.consume()
+    again.load_state_dict(first.state_dict())
+    assert [[next(each).tolist() for _ in range(2)] for each in loaders_again] == [each[1:] for each in drawn]
+
+
+class NoEnd(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return count()
 
 
 @pytest.mark.parametrize(
-    "loader", [DataLoader(Endless(), 4), DataLoader(range(4), batch_sampler=Buckets(range(4), 2, False))]
+    ("data", "message"),
+    [
+        ([[1, 2], [3, 4]], "is a int, which lsgd cannot divide: pass a DataLoader"),
+        (DataLoader(range(8), 2, sampler=NoEnd()), "a NoEnd has none: give it a __len__"),
+        (DataLoader(range(8), batch_sampler=NoEnd()), "a NoEnd has none: give it a __len__"),
+    ],
 )
-def test_data_without_a_length_and_batches_of_the_script_are_drawn_by_all_with_a_warning(loader, caplog):
-    integration = Integration("a trainer", True, {})
-    integration._shard(loader, 0)
-    assert integration._stream is None and "each worker draws from all of it" in caplog.text
-    assert len(list(loader)) == 2
+def test_what_cannot_be_divided_is_refused_with_the_lines_that_do_it(data, message):
+    with pytest.raises(ConfigError, match=message) as refused:
+        Integration("a trainer", True, {})._shard(data, 0)
+    assert "Subset(dataset, worker.rows(len(dataset)))" in str(refused.value)
 
 
 class Unanswered:

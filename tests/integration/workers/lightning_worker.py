@@ -31,6 +31,7 @@ parser.add_argument("--manual", action="store_true", help="manual optimization")
 parser.add_argument("--every", type=int, default=0, help="batches between validations, and steps between checkpoints")
 parser.add_argument("--wait-at", type=int, default=0, help="validate at this step until the others have made the rest")
 parser.add_argument("--fail-at", type=int, default=0, help="raise in this step")
+parser.add_argument("--two", action="store_true", help="train on a dict of two loaders")
 parser.add_argument("--resume", default=None, help="a checkpoint of Lightning to begin from")
 options = parser.parse_args()
 folder = Path(environ["LSGD_RUN_DIR"])
@@ -43,8 +44,9 @@ class Line(lightning.LightningModule):
         self.automatic_optimization = not options.manual
 
     def training_step(self, batch):
-        index, x = batch
+        index, x = batch["a"] if options.two else batch
         drawn.extend(index.tolist())
+        others.extend(batch["b"][0].tolist() if options.two else ())
         loss = (self.layer(x) - x.sum(dim=1, keepdim=True)).square().mean()
         losses.append(loss.item())
         if options.fail_at and self.global_step == options.fail_at:
@@ -74,6 +76,7 @@ class Steps(Callback):
 
 
 drawn: list[int] = []
+others: list[int] = []
 losses: list[float] = []
 states: list[str] = []
 started: list[int] = []
@@ -105,6 +108,8 @@ else:
         enable_model_summary=False,
     )
     loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=options.num_workers)
+    if options.two:
+        loader = {"a": loader, "b": DataLoader(data, batch_size=8, shuffle=True)}
     trainer.fit(module, loader, DataLoader(data, batch_size=4), ckpt_path=options.resume, weights_only=False)
     if lsgd.rank == 0:
         rows = list(csv.DictReader((folder / "logs" / "mine" / "metrics.csv").open()))
@@ -117,6 +122,7 @@ result = {
     "rank": lsgd.rank,
     "first": lsgd.first,
     "drawn": drawn,
+    "others": others,
     "losses": losses,
     "states": states,
     "final": [x.flatten().tolist() for x in trainer.model.state_dict().values()],

@@ -27,6 +27,7 @@ parser.add_argument("--every", type=int, default=1000, help="steps between evalu
 parser.add_argument("--at-epochs", action="store_true", help="evaluate once an epoch instead")
 parser.add_argument("--wait-at", type=int, default=0, help="evaluate at this step until the run is over for the others")
 parser.add_argument("--fail-at", type=int, default=0, help="raise in the user's own callback, after this step")
+parser.add_argument("--sampler", choices=["repeats", "batches"], help="draw by a sampler of the script's own")
 parser.add_argument("--no-loss", action="store_true", help="let the Trainer compute the loss, and not the model")
 options = parser.parse_args()
 folder = Path(environ["LSGD_RUN_DIR"])
@@ -68,6 +69,46 @@ class Notes(TrainerCallback):
 def others_train(status):
     """Whether another worker is to make iterations of the run yet."""
     return status["count"] < status["iterations"] - 1
+
+
+class Repeats(torch.utils.data.Sampler):
+    """Each prompt four times in a row, for a group of completions, as trl's for GRPO."""
+
+    def __init__(self, data_source, mini_repeat_count, seed):
+        self.data_source, self.mini_repeat_count = data_source, mini_repeat_count
+        self.generator = torch.Generator().manual_seed(seed)
+        self.seed = seed
+
+    def __iter__(self):
+        prompts = torch.randperm(len(self.data_source), generator=self.generator).tolist()
+        return (prompt for prompt in prompts for _ in range(self.mini_repeat_count))
+
+    def __len__(self):
+        return len(self.data_source) * self.mini_repeat_count
+
+
+class Pairs(torch.utils.data.BatchSampler):
+    """Batches of neighbours in an order by a fixed seed, as sentence-transformers has them."""
+
+    def __iter__(self):
+        order = torch.randperm(LENGTH // 4, generator=torch.Generator().manual_seed(12)).tolist()
+        return ([*range(4 * place, 4 * place + 4)] for place in order)
+
+
+class OwnSampler(Trainer):
+    """A Trainer with a sampler of its own, whose seed depends on the worker."""
+
+    def _get_train_sampler(self, dataset=None):
+        if options.sampler == "repeats":
+            return Repeats(self.train_dataset, 4, int(environ["LSGD_LOCAL_RANK"]))
+        return super()._get_train_sampler(dataset)
+
+    def get_train_dataloader(self):
+        if options.sampler != "batches":
+            return super().get_train_dataloader()
+        pairs = Pairs(range(LENGTH), 4, drop_last=False)
+        loader = torch.utils.data.DataLoader(self.train_dataset, batch_sampler=pairs, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
 
 
 def batch(samples):
@@ -113,7 +154,7 @@ else:
         disable_tqdm=True,
     )
     lsgd = LsgdCallback()
-    trainer = Trainer(
+    trainer = (OwnSampler if options.sampler else Trainer)(
         *(model, arguments),
         train_dataset=data,
         eval_dataset=data[:4],

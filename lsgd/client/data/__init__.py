@@ -1,0 +1,1 @@
+"""A worker's part of the data: of maps, streams, samplers of the script, and Trainers' loaders."""
