@@ -1,6 +1,7 @@
 """What a node knows of the places where its run is served, or may be, besides the server that it follows."""
 
 import errno
+import math
 import select
 import socket
 import struct
@@ -64,16 +65,18 @@ class Knock:
 
     def __init__(self) -> None:
         self._socket: socket.socket | None = None
-        self._began_at = 0.0
+        self._began_at = self._answered_at = 0.0  # when this knock began, and the last one that has ended
         self._answers: bool | None = None
 
-    def __call__(self, address: str, now: float) -> bool | None:
-        """Return whether it answered the last knock; None: none has ended yet."""
+    def __call__(self, address: str, now: float, since: float = -math.inf) -> bool | None:
+        """Return whether it answered the last knock; None: none that began after ``since`` has ended yet."""
+        if self._socket is not None and self._began_at < since:
+            self.close()
         if self._socket is None:
             self._begin(address, now)
         else:
             self._look(now)
-        return self._answers
+        return self._answers if self._answered_at >= since else None
 
     def close(self) -> None:
         """Forget it all."""
@@ -85,7 +88,7 @@ class Knock:
         try:
             host, port = place_of(address)
         except ConfigError:  # of no network: only this machine reaches it
-            self._answers = True
+            self._answers, self._answered_at = True, now
             return
         self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         self._socket.setblocking(False)
@@ -107,7 +110,7 @@ class Knock:
         """Note how a knock ended, if it has."""
         if error == errno.EINPROGRESS and now - self._began_at < KNOCK_WITHIN_S:
             return
-        self._answers = error not in (*_AWAY, errno.EINPROGRESS)
+        self._answers, self._answered_at = error not in (*_AWAY, errno.EINPROGRESS), self._began_at
         assert self._socket is not None
         self._socket.close()
         self._socket = None
@@ -119,7 +122,7 @@ class Elsewhere:
     Args:
         node: index of this node.
         dial: connects to a place.
-        knock: returns whether the host at an address answers; None: that is not known yet.
+        knock: returns whether the host at an address answers, as of the last try since a time; None: that is not known.
         own: where this node serves if it has to; None: it never does.
         first: places to look at from the beginning: that of the server that this node greets, then others.
 
@@ -127,13 +130,14 @@ class Elsewhere:
         run: the run; empty before this node is in one.
         terms: those of the server that it follows.
         standbys: nodes that would serve instead, the first one first.
+        other: the run that its server has said this node is to join instead, if any.
     """
 
     def __init__(
         self,
         node: int,
         dial: Callable[[Place], Link],
-        knock: Callable[[str, float], bool | None],
+        knock: Callable[[str, float, float], bool | None],
         own: Place | None = None,
         first: Iterable[Place] = (),
     ) -> None:
@@ -150,7 +154,7 @@ class Elsewhere:
         self._looked_at: dict[_Server, float] = {}
         self._last: NodeWelcome | None = None
         self._served: Place | None = None
-        self._other = ""
+        self.other = ""
         self._begin_anew()
 
     @property
@@ -194,7 +198,7 @@ class Elsewhere:
     def add(self, place: Place, run: str) -> None:
         """Look at another place, too, where this run continues, or another one that this node joins instead."""
         self._note(place)
-        self._other = run
+        self.other = run
 
     def _begin_anew(self) -> None:
         self._forget(self._links)
@@ -223,17 +227,19 @@ class Elsewhere:
                 self._looked_at[server] = now
         for server, link in list(self._links.items()):
             for welcome in _welcomes(link):
-                ours = not self.run or welcome.run in (self.run, self._other)
+                ours = not self.run or welcome.run in (self.run, self.other)
                 if ours or (self.serves and welcome.count <= 0):
                     yield self._known[server], link, welcome
 
-    def takes_over(self, now: float, silent_s: float, *, gone: bool) -> bool:
-        """Whether this node has to serve the run from now on; ``gone``: no server of it will answer at its place."""
-        if silent_s < LOOK_AFTER_S or self._served is None:
-            return False
+    def answers(self, now: float, since: float = -math.inf) -> bool | None:
+        """Whether the host of the server that this node follows answers a knock since then; None: not known yet."""
+        return None if self._served is None else self._knock(self._served.address, now, since)
+
+    def is_next(self, silent_s: float, answers: bool | None) -> bool:
+        """Whether it is this node's turn to serve, after this silence; ``answers``: whether the server's host does."""
         # A copy from before the last standbys were chosen is better than none: its node comes after them.
         rank = [*self.standbys, self._node].index(self._node)
-        return takes_over(rank, silent_s, False if gone else self._knock(self._served.address, now))
+        return self._served is not None and takes_over(rank, silent_s, answers)
 
     def take(self, place: Place) -> None:
         """Keep the connection to a place no more: it is the one to the server that this node follows."""

@@ -226,12 +226,15 @@ def _run(
         own = Place(settings.place.node, offer, keys.public if keys else b"") if offer else None
         elsewhere = Elsewhere(settings.place.node, connect, knock, own, [first, *(p for p in known if p.node >= 0)])
         moved = partial(run_folder.moved, settings.run_dir, settings.place.node)
-        server = LocalServer(*place, say=tell, complain=say, place=offer, elsewhere=elsewhere, when_moved=moved)
+        server = LocalServer(
+            *place, say=tell, complain=say, place=offer, serves=bool(servers), elsewhere=elsewhere, when_moved=moved
+        )
         opened.callback(server.disconnect)
         start = partial(Process, screen=screen, reading=reading)
-        outlives = bool(servers) and settings.place.nodes > 1
         serve = partial(_take_over, settings, server, offer, keys, environ, held)
-        node = Node(name, commands, server, start, screen.say, panel=panel, outlives=outlives, serve=serve)
+        node = Node(
+            name, commands, server, start, screen.say, panel=panel, shared=settings.place.nodes > 1, serve=serve
+        )
         signals = Signals(signal.SIGHUP)
         after.callback(signals.restore)
         node.run(signals)

@@ -10,6 +10,7 @@ from typing import Any
 
 from lsgd import __version__
 from lsgd.errors import ProtocolError
+from lsgd.node.allegiance import Allegiance, Event, State
 from lsgd.node.elsewhere import LOOK_AFTER_S, Elsewhere, Link, met
 from lsgd.protocol.messages import (
     LOOP_ENDED,
@@ -92,6 +93,7 @@ class LocalServer:
         link: connection to the global server, under the name ``node0#incarnation``.
         workers: number of workers on this node.
         place: address where this node could start a global server; empty: nowhere.
+        serves: whether it begins with the global server of a new run, or of one that goes on.
         elsewhere: the other places of the run.
         when_moved: called with the place of the server that this node follows, and then those where it may be later.
         clock: returns seconds that never go back.
@@ -106,7 +108,7 @@ class LocalServer:
         rounds_at: when each worker last completed a round, or said that it had dropped one.
         ended: names of those that heard of the run's end, or left it in order.
         copy: of the global server's journal, if this node is a standby.
-        takes_over: whether this node has to start a global server.
+        allegiance: whom this node follows, and whether its own servers serve the run.
         relay: address of the relay, and the proof for it, as last heard.
     """
 
@@ -121,6 +123,7 @@ class LocalServer:
         say: Callable[[str], None] = daemon.say,
         complain: Callable[[str], None] = daemon.complain,
         place: str = "",
+        serves: bool = False,
         elsewhere: Elsewhere,
         when_moved: Callable[[Sequence[Place]], None] = lambda places: None,
         clock: Callable[[], float] = time.monotonic,
@@ -133,12 +136,9 @@ class LocalServer:
         self._place = place
         self.copy = HeldCopy()
         self.elsewhere = elsewhere
-        self.takes_over, self._serves_from = False, -math.inf
         self._when_moved, self._told = when_moved, list[Place]()
         self.relay = ("", b"")
-        self._dismissed: dict[bytes, bytes] = {}  # by socket: what workers are told that have to join again
-        self._given_way = False  # the server that this node follows has given up
-        self._stranger = ""  # the run that a server has begun in the place of the one that this node follows
+        self._dismissed: dict[bytes, list[bytes]] = {}  # by socket: what workers are told that have to join again
         self._say = say
         self._complain = complain
         self.processes = Processes()
@@ -161,6 +161,7 @@ class LocalServer:
         self._refusals = Refusals()
         self._clock = clock
         self._now = self._started_at = clock()
+        self.allegiance = Allegiance(State.SERVING if serves else State.FOLLOWING, self._now)
         self._greeted_at = self._said_at = -math.inf
         self._unjoined_at = self._started_at  # when it was last said that nobody has joined
 
@@ -173,14 +174,9 @@ class LocalServer:
         """Return the terms of the run with the one in which this node serves next."""
         return succession.successor(self.elsewhere.terms, self._node)
 
-    @property
-    def deposed(self) -> bool:
-        """Whether another node's server serves the run, and this node follows it."""
-        return bool(self.elsewhere.terms) and not (self.elsewhere.serves or self.takes_over)
-
-    def cannot_serve(self) -> None:
-        """Note that this node could not start a global server: it does so a while later, if the silence lasts."""
-        self.takes_over, self._serves_from = False, self._clock() + SERVE_AGAIN_S
+    def upon(self, event: Event, stranger: str = "") -> None:
+        """Let something happen to whom this node follows; its owner knows what happens to its servers."""
+        self.allegiance = self.allegiance.upon(event, self._clock(), stranger)
 
     def run(self, ending: Ending) -> int:
         """Serve until the run is over or ``ending`` begins, and return the exit code."""
@@ -209,6 +205,7 @@ class LocalServer:
         """Make the node leave the run: its workers first."""
         if not self._ending:
             self._ending, self._ends_at = reason, self._now + LEAVE_WITHIN_S
+            self.upon(Event.END)
 
     def stop_run(self, reason: str) -> None:
         """Make the run stop: say so to the global server until it has heard it."""
@@ -241,8 +238,10 @@ class LocalServer:
         for refusal in self._refusals.report(self._listener, now):
             self._complain(refusal)
         if now - self._greeted_at >= HELLO_EVERY_S and not self.over and not self._last_word:
-            hello, stops = replace(self._hello(), looks=bool(self._stranger)), bool(self._stop and not self._stranger)
-            self._global.send([encode(hello), *[encode(StopRun(self._stop))] * stops])
+            is_ours = not self.allegiance.stranger
+            looks = not is_ours or self.allegiance.state is State.CLAIMING
+            stops = [encode(StopRun(self._stop))] if self._stop and is_ours else []
+            self._global.send([encode(replace(self._hello(), looks=looks)), *stops])
             self._greeted_at = now
         if not self.failure and (refused := self._keys_refused(now)):
             self._refuse(refused)
@@ -265,15 +264,17 @@ class LocalServer:
 
         While this node's own server answers, it alone decides what follows from another one.
         """
-        silent_s = now - (self._started_at if self.heard_at is None else self.heard_at)
-        if self._given_way or self.takes_over:
-            silent_s = max(silent_s, LOOK_AFTER_S)
-        elsewhere, could_serve = self.elsewhere, bool(self._place and self.copy.number)
-        for place, link, welcome in list(elsewhere.hear(now, silent_s, replace(self._hello(), looks=True))):
+        silent_s, elsewhere = self._silent_s(now), self.elsewhere
+        self.allegiance = self.allegiance.at(now, silent_s, LOOK_AFTER_S)
+        state, could_serve = self.allegiance.state, bool(self._place and self.copy.number)
+        looks_s = max(silent_s, LOOK_AFTER_S) if state.searches else silent_s
+        for place, link, welcome in list(elsewhere.hear(now, looks_s, replace(self._hello(), looks=True))):
             moves = succession.move(elsewhere.term, welcome.terms)
             if elsewhere.run and welcome.run != elsewhere.run:
-                moves = Move.ANEW if self._given_way else Move.STAY
-            if not elsewhere.serves or silent_s >= SILENT_AFTER_S or self._given_way or self.takes_over:
+                moves = Move.ANEW if welcome.run == elsewhere.other else Move.STAY
+            if place.node == self._node and not self._is_to_serve(now):
+                continue
+            if state is not State.SERVING or silent_s >= SILENT_AFTER_S:
                 # Where nobody has the model, this node does not go: it may have it, and can serve.
                 if moves is Move.CONTINUE or (moves is Move.ANEW and (welcome.count > 0 or not could_serve)):
                     self._follow(place, link, welcome, anew=moves is Move.ANEW)
@@ -282,31 +283,56 @@ class LocalServer:
                 link.send([encode(elsewhere.mine())])
             else:
                 self._global.send([encode(met(welcome, place))])
-        if (
-            not self.takes_over
-            and now >= self._serves_from
-            and could_serve
-            and elsewhere.takes_over(now, silent_s, gone=bool(self._stranger))
-        ):
-            self.takes_over, self._given_way = True, False
-            if self._serves_from < 0:  # it has not tried before
-                why = "serves another run" if self._stranger else f"has been silent for {silent_s:.0f} s"
-                self._complain(
-                    f"the global server at {self._global.address} {why}: node{self._node} serves the run from now on, "
-                    f"at {self._place}"
-                )
+        if could_serve:
+            self._claim(now, silent_s)
+
+    def _silent_s(self, now: float) -> float:
+        return now - (self._started_at if self.heard_at is None else self.heard_at)
+
+    def _claim(self, now: float, silent_s: float) -> None:
+        """Take over if it is this node's turn; no more if the old server's host has answered since."""
+        before, elsewhere, address = self.allegiance, self.elsewhere, self._global.address
+        if before.state is State.CLAIMING:
+            if not before.stranger and elsewhere.answers(now, before.since) and not elsewhere.is_next(silent_s, True):
+                self.upon(Event.VAIN)
+                self._complain(f"the host of {address} answers: node{self._node} does not take over yet")
+            return
+        waits = before.state is State.UNABLE and now - before.since < SERVE_AGAIN_S
+        if waits or not before.may(Event.DUE):
+            return
+        if not elsewhere.is_next(silent_s, False if before.stranger else elsewhere.answers(now)):
+            return
+        self.upon(Event.DUE)
+        if before.state is not State.UNABLE:
+            why = "serves another run" if before.stranger else f"has been silent for {silent_s:.0f} s"
+            self._complain(f"the global server at {address} {why}: node{self._node} takes over, at {self._place}")
+
+    def _is_to_serve(self, now: float) -> bool:
+        """Whether this node, whose server has come up, follows it, because the old one is still silent.
+
+        The silence counts from the first missed greeting, and the last knock began when this node took over: so a link
+        that was down for less time than a standby waits moves nobody.
+        """
+        claims, silent_s = self.allegiance, self._silent_s(now)
+        if claims.state is not State.CLAIMING:
+            return False
+        answers = False if claims.stranger else self.elsewhere.answers(now, claims.since)
+        return self.elsewhere.is_next(silent_s - HELLO_EVERY_S, answers)
 
     def _follow(self, place: Place, link: Link, welcome: NodeWelcome, *, anew: bool) -> None:
         """Follow another server; ``anew``: the workers' work is not part of its run, so they join as newcomers."""
         before, self._global = self._global, link
         before.close()
         self.elsewhere.take(place)
-        self.takes_over, self._given_way, self._stranger, self._serves_from = False, False, "", -math.inf
-        self._complain(f"follows the global server at {link.address}, in term {welcome.terms[-1].number} of the run")
+        self.upon(Event.UP if place.node == self._node else Event.FOLLOW)
+        serves = f"node{self._node} serves the run from now on: it " * (place.node == self._node)
+        term = welcome.terms[-1].number
+        self._complain(f"{serves}follows the global server at {link.address}, in term {term} of the run")
         if self.copy.number and not anew:
             link.send([encode(self.copy.offer())])
         if anew:
-            self._dismiss_workers(f"the run continues at node{place.node}, without what was learned here since the cut")
+            reason = f"the run continues at node{place.node}, without what was learned here since the cut"
+            self._dismiss_workers(reason, welcome.run)
         self._welcomed(welcome)
         self._greeted_at = -math.inf
 
@@ -324,11 +350,15 @@ class LocalServer:
             for peer in self._workers:
                 self._listener.send(peer, [encode(self._here())])
 
-    def _dismiss_workers(self, reason: str) -> None:
-        """Tell all workers that they are no longer in the run; those that are started again join as newcomers."""
+    def _dismiss_workers(self, reason: str, run: str) -> None:
+        """Tell all workers that they are no longer in the run; those that are started again join as newcomers.
+
+        ``run``: where this node goes. A worker may be of that one, if its node has followed another for a while.
+        """
+        words = [encode(Evicted(reason, each)) for each in {self.elsewhere.run, run}]
         for peer, worker in self._workers.items():
-            self._dismissed[peer] = encode(Evicted(reason, self.elsewhere.run))
-            self._listener.send(peer, [self._dismissed[peer]])
+            self._dismissed[peer] = words
+            self._listener.send(peer, words)
             self._dead[peer] = encode(Leave(worker, int(peer), 0, True, reason))
             self._complain(f"{worker} has to join again: {reason}")
         self._workers.clear()
@@ -352,7 +382,7 @@ class LocalServer:
                     self._greet(peer, frame)
                     continue
                 if peer in self._dismissed:  # what it says is of no part of the run that this node is in
-                    self._listener.send(peer, [self._dismissed[peer]] * (kind_of(frame) in _ASKING))
+                    self._listener.send(peer, self._dismissed[peer] * (kind_of(frame) in _ASKING))
                     continue
                 if self._ending and kind_of(frame) is Join:
                     self._dismiss(peer, frame)
@@ -403,7 +433,7 @@ class LocalServer:
                 reason = "its process has ended"
                 self._dead[peer] = encode(Leave(worker, int(peer), 0, True, reason))
                 self._say(f"{worker} is gone: {reason}")
-        if self._dead and not self._stranger and self._global.send(list(self._dead.values())):
+        if self._dead and not self.allegiance.stranger and self._global.send(list(self._dead.values())):
             self._dead.clear()
 
     def _note(self, peer: bytes, frame: bytes) -> None:
@@ -447,7 +477,7 @@ class LocalServer:
     def _downward(self, now: float) -> None:
         for frames in self._global.receive():
             for peer, frame in zip(frames[::2], frames[1::2], strict=False):
-                if peer and self._stranger:
+                if peer and self.allegiance.stranger:
                     continue
                 if peer:
                     self._listener.send(peer, [frame])
@@ -463,9 +493,9 @@ class LocalServer:
                     self._complain(f"invalid message from the global server: {error}")
 
     def _take(self, message: object, now: float) -> None:
-        if isinstance(message, NodeWelcome):
-            self._stranger = self._other_run(message)
-        if self._stranger:
+        if isinstance(message, NodeWelcome) and self._is_strange(message):
+            return
+        if self.allegiance.stranger and not isinstance(message, NodeWelcome):
             return
         match message:
             case NodeWelcome(run):
@@ -475,10 +505,10 @@ class LocalServer:
             case Copy(run) if self.elsewhere.run in ("", run):  # it comes before the welcome of a new run
                 self.copy.take(message)
             case Moved(run, place, reason, other) if self.elsewhere.run in ("", run):
-                if not self._given_way:
+                if self.allegiance.may(Event.GIVES_WAY):
                     self._complain(reason)
                 self.elsewhere.add(place, other)
-                self._given_way = True
+                self.upon(Event.GIVES_WAY)
             case Status():
                 self._stop = ""
             case Refused(reason):
@@ -492,30 +522,36 @@ class LocalServer:
                 if self._last_word:
                     self._ends_at = min(self._ends_at, now + LAST_WORDS_S)
 
-    def _other_run(self, welcome: NodeWelcome) -> str:
-        """Return the run of a server that has begun another one, where this node can continue its own; else nothing."""
-        own = self.elsewhere.run
-        if own in ("", welcome.run) or not self.copy.number or self._given_way:
-            return ""
-        if not self._stranger:
+    def _is_strange(self, welcome: NodeWelcome) -> bool:
+        """Whether a server has begun another run in its server's place, and this node can continue its own."""
+        own, may = self.elsewhere.run, self.allegiance.may(Event.STRANGER)
+        if own in ("", welcome.run) or not self.copy.number or not may:
+            return False
+        if not self.allegiance.stranger:
             self._complain(
                 f"the global server at {self._global.address} has begun another run ({welcome.run}): this node stays "
                 f"in its own ({own})"
             )
-        return welcome.run
+        self.upon(Event.STRANGER, welcome.run)
+        return True
 
     def _heard(self, welcome: NodeWelcome) -> None:
         """Note that the global server lives, unless it is one of an earlier term that was replaced."""
         same = welcome.run == self.elsewhere.run
         if same and welcome.terms and welcome.terms[-1] < self.elsewhere.term:
             return
-        moves = succession.move(self.elsewhere.term, welcome.terms)
-        anew = same and moves is Move.ANEW
-        self.takes_over = self.takes_over and moves is Move.STAY  # it has met another one that goes on
-        self._serves_from = -math.inf
+        claims = self.allegiance.state is State.CLAIMING
+        own = claims and bool(welcome.terms) and welcome.terms[-1].node == self._node  # it has served here before
+        if own and not self._is_to_serve(self._now):
+            return
+        anew = same and succession.move(self.elsewhere.term, welcome.terms) is Move.ANEW
+        self.upon(Event.UP if own else Event.WELCOME)
+        if claims and not own:
+            self._complain(f"the global server at {self._global.address} answers again: it serves the run as before")
         self._welcomed(welcome)
         if anew:
-            self._dismiss_workers(f"the global server at {self._global.address} continues another part of the run")
+            reason = f"the global server at {self._global.address} continues another part of the run"
+            self._dismiss_workers(reason, welcome.run)
 
     def _refuse(self, reason: str) -> None:
         self.failure = self.failure or f"the global server refuses this node: {reason}"
@@ -548,7 +584,7 @@ class LocalServer:
 
     def _away(self, now: float) -> str:
         """Return a line about a global server that does not answer, or an empty text if it does."""
-        if self._stranger:
+        if self.allegiance.stranger:
             return self._silence(now)
         if self.heard_at is not None and now - self.heard_at < SILENT_AFTER_S:
             return ""
@@ -576,8 +612,8 @@ class LocalServer:
                 f"or, if you start servers by hand: lsgd-server --global --listen {address}"
             )
         silent = f"the global server at {address} has been silent for {now - self.heard_at:.0f} s"
-        if self._stranger:
-            silent = f"the global server at {address} serves another run ({self._stranger})"
+        if self.allegiance.stranger:
+            silent = f"the global server at {address} serves another run ({self.allegiance.stranger})"
         if self.elsewhere.standbys:
             return f"{silent}; if it stays away, node{self.elsewhere.standbys[0]} serves the run"
         return f"{silent}; restart it there with its --journal: lsgd-server --global --listen {address}"

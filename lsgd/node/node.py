@@ -1,6 +1,5 @@
 """A node's process: carries its workers' messages, and starts, watches and ends the node's other processes."""
 
-import math
 import signal
 import sys
 import time
@@ -9,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lsgd.errors import ConfigError, EvictedError, NotTrainedError, ServerLostError
+from lsgd.node.allegiance import Event, State
 from lsgd.node.local_server import SERVE_AGAIN_S, LocalServer
 from lsgd.node.panel import Panel
 from lsgd.node.process import Child, Command, Role, Running, cannot_start
@@ -26,9 +26,6 @@ SAVE_PATIENCE_S = 30.0
 
 TERM_PATIENCE_S, KILL_PATIENCE_S = 5.0, 10.0
 """How long a process may take to end after SIGTERM, and the system to kill it after SIGKILL."""
-
-DEPOSED_S = 4.0
-"""How long a server that has given up may take to tell its nodes so, and to end."""
 
 ORPHAN_PATIENCE_S = 1.0
 """How long what the workers have left behind may take to end after SIGTERM."""
@@ -68,7 +65,7 @@ class Node:
         commands: processes to start, in this order; one server at most, the global one.
         start: starts the process of a command; gets its position, and whether it is a restart.
         say: shows a line.
-        outlives: whether the global server may outlive the workers, because other nodes need it.
+        shared: whether the run has other nodes, which may need this node's servers when its workers have ended.
         serve: returns the commands of the servers with which this node takes over the run; raises ConfigError if it
             cannot.
         clock: returns seconds that never go back.
@@ -83,7 +80,7 @@ class Node:
         say: Callable[[str], None],
         *,
         panel: Panel | None = None,
-        outlives: bool = False,
+        shared: bool = False,
         serve: Callable[[], Sequence[Command]] = tuple,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -95,10 +92,8 @@ class Node:
         self._clock = clock
         self._now = clock()
         self._panel = panel
-        self._outlives = outlives
+        self._shared = shared
         self._serve = serve
-        self._deposed_at = math.inf  # since when another node serves the run of this node's server
-        self.serves = any(command.role is Role.SERVER for command in commands)
         self._children: list[Child] = []
         self._dropped: list[Child] = []  # killed, and no part of the node any more
         self._failed: Child | None = None
@@ -152,14 +147,28 @@ class Node:
         while signals.received:
             self._stop(signal.Signals[signals.received.pop(0)])
         self._reap()
-        if self._local.takes_over and not self.serves and self._step is None:
-            self._take_over()
-        self._notice_deposed()
+        self._match_servers()
         if self._local.failure and (self._step is None or self._step.clean):
             self._say(f"{self._name}: {self._local.failure}")
             self._end(self._ends())
         self._start_again()
         return self._advance()
+
+    @property
+    def serves(self) -> bool:
+        """Whether this node serves the run, or is about to."""
+        return self._local.allegiance.state.serves
+
+    def _match_servers(self) -> None:
+        """Start this node's servers, or end them, as its allegiance says."""
+        state, servers = self._local.allegiance.state, [child for child in self._children if child.role.serves]
+        if servers and not state.servers:
+            self._drop(servers)
+            self._say(f"{self._name} {state.means}; its own servers are ended")
+            if self._panel:  # it follows the server that was here
+                self._panel.end()
+        elif state is State.CLAIMING and not servers and self._step is None:
+            self._take_over()
 
     def _take_over(self) -> None:
         """Start the servers with which this node serves the run, because the node that did is gone."""
@@ -171,27 +180,10 @@ class Node:
         except (ConfigError, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             self._say(f"this node cannot serve the run: {why}; it tries again in {SERVE_AGAIN_S:g} s")
-            self._local.cannot_serve()
+            self._local.upon(Event.FAILED)
             self._drop(self._children[before:])
             return
         self._commands = [*self._commands, *commands]
-        self.serves = self._outlives = True
-
-    def _notice_deposed(self) -> None:
-        """End this node's servers a while after another node serves the run; they have told the other nodes."""
-        if not self.serves or not self._local.deposed or self._is_over:
-            return
-        self._deposed_at = min(self._deposed_at, self._now)
-        if self._now - self._deposed_at >= DEPOSED_S:
-            self._depose()
-
-    def _depose(self) -> None:
-        self._say("another node serves the run from now on")
-        self._drop([child for child in self._children if child.role.serves])
-        if self._panel:  # it follows the server that was here
-            self._panel.end()
-        self.serves = self._outlives = False
-        self._deposed_at = math.inf
 
     def _drop(self, children: Sequence[Child]) -> None:
         """Kill processes that are no part of this node any more."""
@@ -278,7 +270,7 @@ class Node:
                 self._judge(child)
             is_news = not child.is_ending or (child.fails_by_itself and self._is_wanted(child))
             if child.role is Role.SERVER and child.status == MOVED:
-                self._depose()
+                self._local.upon(Event.GONE)
                 continue
             if child.status and is_news and not self._schedule_restart(child):
                 self._fail(child)
@@ -306,6 +298,9 @@ class Node:
 
     def _fail(self, child: Child) -> None:
         self._say(f"{child.name} {child.how_it_ended}")
+        if child.role is Role.SERVER and self._local.allegiance.may(Event.FAILED):
+            self._local.upon(Event.FAILED)
+            return
         self._failed = self._failed or child
         if child.role is Role.SERVER or child.status == ServerLostError.exit_code:
             self._local.give_up()  # the others would wait for an answer that will not come
@@ -370,7 +365,7 @@ class Node:
     @property
     def _is_needed(self) -> bool:
         """Whether the node has a worker, or serves other nodes' workers."""
-        roles = (Role.WORKER, Role.SERVER) if self._outlives else (Role.WORKER,)
+        roles = (Role.WORKER, Role.SERVER) if self._shared and self.serves else (Role.WORKER,)
         return bool(self._alive(*roles) or any(self._named(name).role in roles for name in self._due))
 
     @property

@@ -1,6 +1,6 @@
 """Who joins the run, and who leaves it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lsgd.protocol.messages import Join, NodeHello, Over, Refused, Waiting, Welcome
 from lsgd.server import answers, endings
@@ -143,18 +143,23 @@ def let_go(state: RunState) -> None:
         remove(state, member, Why.NODE_GONE(node=before))
 
 
+def _leaves_a_minority(state: RunState, silent: Collection[Member]) -> bool:
+    """Whether the nodes without these are a part that waits for the others, which a standby may serve."""
+    nodes = {m.join.node for m in state.roster.members.values()}
+    here = {m.join.node for m in state.roster.members.values() if m not in silent}
+    return (state.guarded or state.moved) and is_minority(len(nodes), len(here))
+
+
 def evict_silent(state: RunState) -> None:
     """Evict members whose lease is over; if a standby may continue with most nodes, only after ``patience_s``."""
     run, before = state.plan.run, state.roster.spared
     expired = state.roster.expired(state.now, run, trained=state.ledger.count > 0)
-    if expired and (state.guarded or state.moved):
-        nodes = {m.join.node for m in state.roster.members.values()}
-        here = {m.join.node for m in state.roster.members.values() if m not in expired}
-        if is_minority(len(nodes), len(here)):
-            expired = [m for m in expired if state.now - m.heard_at > state.patience_s]
+    if expired and _leaves_a_minority(state, expired):
+        expired = [m for m in expired if state.now - m.heard_at > state.patience_s]
     if not before and (spared := state.roster.spared):
         quiet_s = state.now - max(m.heard_at for m in spared)
-        state.note(Why.ALL_SILENT(quiet_s=quiet_s, who=named(spared), timeout_s=run.server_timeout_s))
+        waits_s = max(run.server_timeout_s, state.patience_s if _leaves_a_minority(state, spared) else 0.0)
+        state.note(Why.ALL_SILENT(quiet_s=quiet_s, who=named(spared), waits_s=waits_s))
     for member in expired:
         granted = member.granted
         remove(state, member, Why.SILENT(quiet_s=state.now - member.heard_at))

@@ -87,6 +87,19 @@ class _Node:
 
 
 @dataclass
+class _Farewell:
+    """How this server tells the local servers that the run is over, and those who follow it how it ended.
+
+    Args:
+        began_at: when it began.
+        awaited_at: when there last was somebody who had not heard of it.
+    """
+
+    began_at: float
+    awaited_at: float
+
+
+@dataclass
 class Rendezvous:
     """Addresses from which the members of a generation build process groups, by key; and who waits for which."""
 
@@ -127,6 +140,9 @@ class GlobalDaemon:
 
     ``standbys`` get copies of what the journal gets; None: nobody does. ``watches_memory``: it drops all connections if
     the process grows too much; not in a script's own process.
+
+    Attributes:
+        exit_code: of the process, once it has nothing left to do; None until then.
     """
 
     def __init__(
@@ -147,6 +163,8 @@ class GlobalDaemon:
         self._standbys = standbys
         self._set: dict[str, str] = {}  # settings that operators have changed
         self._rendezvous = Rendezvous()
+        self._is_open = not (self._state.moved and standbys)  # nobody follows who takes over before its own node does
+        self._early: set[bytes] = set()  # peers that have looked before that
         self._nodes: dict[int, _Node] = {}
         self._challengers: dict[int, tuple[int, float]] = {}  # other servers of a node, and when they first greeted
         self._routes: dict[tuple[str, int], bytes] = {}
@@ -160,32 +178,21 @@ class GlobalDaemon:
         self._begun_from = (self._state.changes, self._state.ledger.count)
         self._memory = daemon.Memory() if watches_memory else None
         self._refusals = daemon.Refusals()
+        self._farewell: _Farewell | None = None
+        self.exit_code: int | None = None
 
     def run(self, signals: Ending) -> int:
         """Serve until the run is over and return the exit code."""
-        while not self._state.over:
-            if self._gave_way_at and time.monotonic() - self._gave_way_at > GIVE_WAY_S:
-                if self._journal:
-                    self._journal.finish()  # leaves nothing to continue from
-                return MOVED
-            wait_for(TICK_S, self._listener, signals.wakeup)
-            signals.wakeup.clear()
-            if signals.at_once:
+        while self.exit_code is None:
+            if signals.at_once and self._farewell is None:
                 say("second signal: ending at once, without a consensus model")
                 self._write_down(time.monotonic(), last=True)
                 return EXIT_AT_ONCE
             self.turn(time.monotonic(), signals.first)
-        self._keep(time.monotonic())
-        self._write_down(time.monotonic(), last=True)
-        self._progress_at = 0.0
-        self._publish(time.monotonic())
-        reason = self._state.stopping
-        self._dismiss_nodes(reason)
-        if self._journal:
-            self._journal.finish()
-        end = ", without a consensus" if self._state.in_vain else ""
-        say(f"the run is over{end}: {reason}; {self._state.ledger.count} iterations")
-        return 1 if self._state.failed else 0
+            if self.exit_code is None:
+                wait_for(TICK_S, self._listener, signals.wakeup)
+                signals.wakeup.clear()
+        return self.exit_code
 
     def turn(self, now: float, got: str = "") -> None:
         """Take what has arrived, decide what is due, and send the answers once the journal has them.
@@ -194,6 +201,9 @@ class GlobalDaemon:
             now: time on a clock that never goes back, in seconds.
             got: name of the signal that asks for the end of the run, if any.
         """
+        if self._farewell is not None:
+            self._dismiss(self._farewell, now)
+            return
         if self._state.gives_way is not None:
             self._tell_where(self._state.gives_way, now)
             return
@@ -208,8 +218,13 @@ class GlobalDaemon:
             self._guarded_at = now
         self._keep(now)
         self._flush()
+        if self._state.over:
+            self._progress_at = 0.0  # the last progress has who has left since the end was known
         self._publish(now)
-        self._write_down(now)
+        self._write_down(now, last=self._state.over)
+        if self._state.over:
+            self._farewell = _Farewell(now, now)
+            self._dismiss(self._farewell, now)
 
     def _tell_where(self, moved: Moved, now: float) -> None:
         """Tell all nodes where the run continues; nothing that arrives counts any more.
@@ -227,6 +242,10 @@ class GlobalDaemon:
         for peer in peers:
             self._send(peer, b"", moved)
         self._flush()
+        if now - self._gave_way_at > GIVE_WAY_S:
+            if self._journal:
+                self._journal.finish()  # leaves nothing to continue from
+            self.exit_code = MOVED
 
     def _guard(self, now: float) -> None:
         """Forget who is gone and report who was refused; drop all connections if memory fills."""
@@ -243,21 +262,26 @@ class GlobalDaemon:
         self._listener.reopen()
         self._memory.begin_anew()
 
-    def _dismiss_nodes(self, reason: str) -> None:
+    def _dismiss(self, farewell: _Farewell, now: float) -> None:
         """Tell the local servers that the run is over, and those who follow it how it ended, until they all know."""
-        now = started_at = awaited_at = time.monotonic()
-        after_restart_s = RETURN_WITHIN_S if self._journal and self._journal.resumed else LAST_WORDS_S
-        while now - started_at < after_restart_s or now - awaited_at < LAST_WORDS_S:
-            for node in self._nodes.values():
-                self._send(node.peer, b"", RunOver(reason))
-            self._flush()
-            wait_for(TICK_S, self._listener)
-            now = time.monotonic()
-            self._receive(now)
-            heard_at = max([started_at, *(node.heard_at for node in self._nodes.values())])  # a node that knows leaves
-            silent = now - heard_at >= DISMISS_WITHIN_S or now - started_at >= DISMISS_ALL_WITHIN_S
-            if not silent and (self._nodes or self._follows(now)):
-                awaited_at = now
+        reason = self._state.stopping
+        self._receive(now)
+        heard_at = max([farewell.began_at, *(node.heard_at for node in self._nodes.values())])  # who knows leaves
+        lasts_s = now - farewell.began_at
+        silent = now - heard_at >= DISMISS_WITHIN_S or lasts_s >= DISMISS_ALL_WITHIN_S
+        if not silent and (self._nodes or self._follows(now)):
+            farewell.awaited_at = now
+        for node in self._nodes.values():
+            self._send(node.peer, b"", RunOver(reason))
+        self._flush()
+        least_s = RETURN_WITHIN_S if self._journal and self._journal.resumed else LAST_WORDS_S
+        if lasts_s < least_s or now - farewell.awaited_at < LAST_WORDS_S:
+            return
+        if self._journal:
+            self._journal.finish()
+        end = ", without a consensus" if self._state.in_vain else ""
+        say(f"the run is over{end}: {reason}; {self._state.ledger.count} iterations")
+        self.exit_code = 1 if self._state.failed else 0
 
     def _follows(self, now: float) -> bool:
         """Whether somebody reads the stream of events, and has not been sent the last ones."""
@@ -395,9 +419,16 @@ class GlobalDaemon:
         self._happened.append(Note("", words))
 
     def _hello(self, peer: bytes, hello: NodeHello, now: float) -> None:
+        if not self._is_open and hello.node != self._state.terms[-1].node:
+            self._early.add(peer)
+            return
         if hello.looks:
             self._send(peer, b"", self._welcome(now))
             return
+        self._is_open = True
+        for early in self._early:
+            self._send(early, b"", self._welcome(now))
+        self._early.clear()
         known = self._nodes.get(hello.node)
         same = known is not None and known.hello.incarnation == hello.incarnation
         if known is None or same or now - known.heard_at > NODE_LEASE_S:

@@ -187,7 +187,7 @@ class Why(enum.Enum):
     )
     ALL_SILENT = (
         "nothing was heard for {quiet_s:.0f} s from {who}, and nobody else has the run's model: is the network of "
-        "this machine down, or a local server frozen? The run waits {timeout_s:g} s for them in all"
+        "this machine down, or a local server frozen? The run waits {waits_s:g} s for them in all"
     )
 
     @property

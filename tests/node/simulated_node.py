@@ -6,6 +6,7 @@ from signal import SIGKILL, Signals
 from types import SimpleNamespace
 
 from lsgd.errors import ConfigError
+from lsgd.node.allegiance import Allegiance, Event, State
 from lsgd.node.local_server import SERVE_AGAIN_S
 from lsgd.node.node import Node
 from lsgd.node.panel import Panel
@@ -74,7 +75,7 @@ class World:
         lines: what was printed.
         lives: number of processes started, by name.
         stopping: whether the run is to stop; over: whether it is over; given_up: whether workers are given up.
-        silent: whether nobody serves the run, so that this node has to; deposed: whether another one does.
+        silent: whether nobody serves the run, so that this node has to.
         disk_is_full: whether it cannot serve.
         finished: whether the local server has left the run.
         rounds_at: when each worker last completed a round.
@@ -84,8 +85,7 @@ class World:
     failure = outcome = ""
     sources = ()
     heard_at = None
-    silent = takes_over = deposed = disk_is_full = False
-    serves_from = 0.0
+    silent = disk_is_full = False
 
     def _serve(self, commands: list[Command]) -> list[Command]:
         if self.disk_is_full:
@@ -97,7 +97,7 @@ class World:
         scripts: Mapping[str, Script],
         *,
         restarts: int = 0,
-        outlives: bool = False,
+        shared: bool = False,
         serve: Sequence[str] = (),
         panel: Panel | None = None,
     ) -> None:
@@ -110,6 +110,8 @@ class World:
         self.joined = self.ended = set(scripts)
         self.processes = SimpleNamespace(watch=lambda name, pid: None)
         self.ending = Ending()
+        serves = "server" in scripts and "server" not in serve
+        self.allegiance = Allegiance(State.SERVING if serves else State.FOLLOWING, self.now)
         commands = [_command(name, restarts) for name in scripts if name not in serve]
         self.node = Node(
             "node0",
@@ -118,7 +120,7 @@ class World:
             lambda command, number, again: Process(self, command.name, 100 + number),
             lambda text: self.lines.append(f"[launch] {text}"),
             panel=panel,
-            outlives=outlives,
+            shared=shared,
             serve=lambda: self._serve([_command(name, restarts) for name in serve]),
             clock=lambda: self.now,
         )
@@ -146,12 +148,15 @@ class World:
     # -- the local server --------------------------------------------------------------------------------------
 
     def turn(self) -> None:
-        """Notice that this node has to serve."""
-        self.takes_over = self.silent and self.now >= self.serves_from
+        """Notice that this node has to serve, or that time is over."""
+        waits = self.allegiance.state is State.UNABLE and self.now - self.allegiance.since < SERVE_AGAIN_S
+        self.allegiance = self.allegiance.at(self.now, float(self.silent), 1.0)
+        if self.silent and not waits:
+            self.upon(Event.DUE)
 
-    def cannot_serve(self) -> None:
-        """Wait before this node tries again."""
-        self.serves_from = self.now + SERVE_AGAIN_S
+    def upon(self, event: Event) -> None:
+        """Let something happen to whom this node follows."""
+        self.allegiance = self.allegiance.upon(event, self.now)
 
     def stop_run(self, reason: str) -> None:
         """Note that the run is to stop."""
@@ -160,6 +165,7 @@ class World:
     def end(self, reason: str) -> None:
         """Leave the run."""
         self.finished = True
+        self.upon(Event.END)
 
     def give_up(self) -> None:
         """Note that no server will answer."""

@@ -49,7 +49,7 @@ def look(elsewhere: Elsewhere, silent_s: float, now: float = 100.0) -> list[Plac
 
 
 def test_a_node_whose_server_is_silent_looks_at_its_standbys_and_stops_when_it_answers() -> None:
-    elsewhere = Elsewhere(2, Dialled, lambda address, now: None, THIRD, [HOME])
+    elsewhere = Elsewhere(2, Dialled, lambda address, now, since: None, THIRD, [HOME])
     elsewhere.welcomed(NodeWelcome("run", (Term(1, 0),), 5, (HOME, SECOND, THIRD)), HOME.address)
     assert look(elsewhere, 0.0) == []
     assert look(elsewhere, LOOK_AFTER_S) == [THIRD, SECOND]
@@ -59,7 +59,7 @@ def test_a_node_whose_server_is_silent_looks_at_its_standbys_and_stops_when_it_a
 
 
 def test_who_serves_looks_for_the_node_that_it_misses_under_both_its_keys() -> None:
-    elsewhere = Elsewhere(1, Dialled, lambda address, now: None, SECOND, [HOME])
+    elsewhere = Elsewhere(1, Dialled, lambda address, now, since: None, SECOND, [HOME])
     welcome = NodeWelcome("run", (Term(1, 0), Term(2, 1)), 5, (SECOND, FIRST, THIRD))
     elsewhere.welcomed(welcome, SECOND.address)
     assert elsewhere.serves and look(elsewhere, 0.0) == []
@@ -79,7 +79,7 @@ def test_a_node_that_comes_back_looks_where_the_run_was_and_takes_the_run_that_i
         moved(tmp_path, 2, [keyless, FIRST])
         assert (followed(tmp_path, 2), find_live(tmp_path)[1:]) == (keyless, (SECOND.address, b""))
     assert where == SECOND
-    elsewhere = Elsewhere(2, Dialled, lambda address, now: None, THIRD, [HOME, where])
+    elsewhere = Elsewhere(2, Dialled, lambda address, now, since: None, THIRD, [HOME, where])
     assert look(elsewhere, 0.0) == []
     assert look(elsewhere, LOOK_AFTER_S) == [SECOND, THIRD]
     link = elsewhere.links[0]

@@ -60,7 +60,7 @@ class Between:
         self.said: list[str] = []
         self.now = 1000.0
         self.complained: list[str] = []
-        elsewhere = Elsewhere(3, lambda place: self.worker, lambda address, now: None)
+        elsewhere = Elsewhere(3, lambda place: self.worker, lambda address, now, since: None)
 
         def complain(text: str) -> None:
             self.said.append(text)

@@ -9,8 +9,8 @@ import pytest
 
 from lsgd.errors import ConfigError, NotTrainedError
 from lsgd.node import node as module
+from lsgd.node.allegiance import RETIRES_S, Event, State
 from lsgd.node.local_server import SERVE_AGAIN_S
-from lsgd.node.node import DEPOSED_S
 from lsgd.node.process import Command, Process
 from lsgd.node.restarts import MOST_RESTARTS, RESTART_WINDOW_S, Restarts
 from lsgd.node.screen import Screen
@@ -264,7 +264,7 @@ def test_a_server_that_goes_on_after_the_stop_is_ended_soon() -> None:
 
 
 def test_servers_that_other_nodes_need_go_on() -> None:
-    world = World({"server": server, "worker": after(1.0)}, outlives=True)
+    world = World({"server": server, "worker": after(1.0)}, shared=True)
     assert world.passes(3600)
     world.ending.ask("SIGINT")
     assert world.finish(10) == 0
@@ -391,14 +391,36 @@ class TestTakingOver:
 
     def test_it_starts_servers_and_waits_for_the_others_when_its_workers_have_ended(self) -> None:
         scripts = {"worker0": after(30.0), "server": server, "relay": forever}
-        world = World(scripts, serve=("server", "relay"))
+        world = World(scripts, serve=("server", "relay"), shared=True)
         assert world.passes(5.0) and world.lives == {"worker0": 1}
         world.silent = True
         assert world.passes(5.0) and world.lives == {"worker0": 1, "server": 1, "relay": 1}
         world.silent = False
+        world.upon(Event.UP)
         assert world.node.serves and world.passes(60.0)  # other nodes need it
         world.stopping = True
         assert world.finish() == 0
+
+    @pytest.mark.parametrize("event", [Event.WELCOME, Event.FOLLOW, Event.GIVES_WAY, Event.VAIN, Event.END])
+    def test_servers_that_were_started_in_vain_are_ended(self, event: Event) -> None:
+        scripts = {"worker0": worker, "server": stubborn, "relay": forever}
+        world = World(scripts, serve=("server", "relay"), shared=True)
+        world.silent = True
+        assert world.passes(3.0) and world.lives["server"] == world.lives["relay"] == 1
+        world.silent = False
+        world.upon(event)
+        world.over = world.finished = event is Event.END
+        assert world.passes(1.0) is (event is not Event.END) and not world.node.serves
+        world.over = world.finished = True
+        assert world.finish(10.0) == 0  # nothing is left that it would wait for
+
+    @pytest.mark.parametrize("code", [1, None])
+    def test_it_goes_on_and_tries_again_if_its_server_ends_before_it_serves(self, code: int | None) -> None:
+        scripts = {"worker0": worker, "server": killed(1.0, code=code, then=server)}
+        world = World(scripts, serve=("server",), shared=True)
+        world.silent = True
+        assert world.passes(2.0) and world.allegiance.state is State.UNABLE
+        assert world.passes(SERVE_AGAIN_S) and world.lives == {"worker0": 1, "server": 2}
 
     def test_it_tries_again_where_it_cannot_write_a_journal(self) -> None:
         world = World({"worker0": worker, "server": server}, serve=("server",))
@@ -423,9 +445,9 @@ class TestTakingOver:
 
     def test_a_server_that_has_given_up_ends_without_ending_the_node(self) -> None:
         scripts = {"server": after(3.0, MOVED), "relay": forever, "worker0": worker}
-        world = World(scripts, outlives=True)
+        world = World(scripts, shared=True)
         assert world.passes(60.0) and not world.node.serves
-        assert "another node serves the run from now on" in world.out
+        assert "looks where the run continues, because its server has given up; its own servers are ended" in world.out
         assert world.lives == {"server": 1, "relay": 1, "worker0": 1}
         world.over = world.finished = True
         assert world.finish() == 0
@@ -434,8 +456,9 @@ class TestTakingOver:
         ended = []
         panel = SimpleNamespace(end=lambda: ended.append(world.now))  # which shows that server's run
         world = World({"server": stubborn, "worker0": worker}, restarts=5, panel=panel)
-        world.deposed = True
-        assert world.passes(DEPOSED_S + 1.0) and not world.node.serves and len(ended) == 1
+        world.upon(Event.FOLLOW)
+        assert world.passes(RETIRES_S - 1.0) and not world.node.serves and ended == []
+        assert world.passes(2.0) and len(ended) == 1
         assert world.lives["server"] == 1
         world.over = world.finished = True
         assert world.finish() == 0

@@ -33,6 +33,7 @@ from functools import partial
 from pathlib import Path
 from lsgd import output
 from lsgd.node import node, restarts
+from lsgd.node.allegiance import Allegiance, State
 from lsgd.node.process import Command, Process, Role
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading
@@ -50,12 +51,15 @@ class Local:
     failure, outcome, over, finished = "", "", False, "server" not in scripts
     joined = ended = set(scripts)
     heard_at, rounds_at = None, {}
-    takes_over = deposed = False
+    allegiance = Allegiance(State.SERVING if "server" in scripts else State.FOLLOWING)
     processes = Processes()
     sources = (processes,)
 
     def turn(self):
         self.processes.ended()
+
+    def upon(self, event):
+        pass
 
     def stop_run(self, reason):
         (here / "stop").touch()

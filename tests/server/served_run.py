@@ -61,6 +61,9 @@ class MemoryJournal(Journal):
         self.state, self.elections = json.dumps(state), elections
         self.writes += 1
 
+    def finish(self) -> None:
+        self.state, self.elections = None, []
+
 
 class ServedRun(SimulatedRun):
     """Workers on nodes whose links can be cut, and a global server that can be killed.

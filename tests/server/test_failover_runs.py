@@ -21,8 +21,23 @@ def quiet(monkeypatch) -> None:
         monkeypatch.setattr(f"lsgd.server.global_daemon.{name}", lambda text: None)
 
 
-@pytest.mark.parametrize("seed", [*range(15), 160, 295, 676, 684, 692])
+@pytest.mark.parametrize("seed", range(12))
 def test_one_run_goes_on_with_one_model_and_the_exact_count(seed: int) -> None:
+    search(seed)
+
+
+@pytest.mark.parametrize("seed", [16, 44, 92])
+def test_a_server_that_was_started_in_vain_does_not_outlive_the_run(seed: int) -> None:
+    search(seed)
+
+
+@pytest.mark.parametrize("seed", [39, 41, 50, 63])
+def test_a_server_that_was_started_in_vain_does_not_stay_beside_the_one_that_serves(seed: int) -> None:
+    search(seed)
+
+
+@pytest.mark.parametrize("seed", [15, 47, 55, 71, 103])
+def test_a_link_that_is_down_for_less_than_a_standby_waits_moves_no_worker(seed: int) -> None:
     search(seed)
 
 
@@ -50,7 +65,7 @@ def test_a_new_run_that_node_0_begins_makes_way_for_the_one_that_is_under_way(se
     assert may_die(world, host)
     host.die()
     world.passes(rng.choice((1.0, 2.0, 4.0, 8.0, 20.0)))
-    host.journal.state = None
+    host.journals["journal"].finish()
     host.reboot()
     world.passes(rng.choice((10.0, 60.0)))
     assert world.finish().run == "run"

@@ -56,6 +56,19 @@ def test_the_last_holders_are_not_evicted_when_all_are_silent() -> None:
     assert bench.ledger.count == 4 and isinstance(bench.got["01"][-1], Go)
 
 
+@pytest.mark.parametrize(("guarded", "waits_s"), [(False, 60), (True, 90)])
+def test_who_hears_nobody_says_how_long_it_waits_and_waits_as_long(guarded: bool, waits_s: int) -> None:
+    bench = trained("00", "10", "20", patience_s=90.0)
+    bench.state.guarded = guarded
+    fall_silent(bench, "00", "10", "20")
+    bench.tick(11)
+    assert f"waits {waits_s} s for them in all" in bench.notes[0]
+    bench.tick(waits_s - 12)
+    assert len(bench.roster.members) == 3
+    bench.tick(2)
+    assert not bench.roster.members
+
+
 def test_holders_that_fall_silent_together_are_not_evicted_one_by_one() -> None:
     bench = trained("00", "01")
     back = fall_silent(bench, "01")

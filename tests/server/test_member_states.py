@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lsgd.server.roster import TRANSITIONS, Member, MemberState, Roster
-from scripts.member_states import table
+from scripts.state_tables import TABLES
 
 from .helpers import greeting
 from .invariants import check_roster
@@ -35,12 +35,15 @@ def test_every_phase_but_the_first_follows_another() -> None:
     assert {after for _, after, _ in TRANSITIONS} == set(MemberState) - {MemberState.JOINED}
 
 
-def test_the_page_has_the_table() -> None:
-    assert table() in (ROOT / "docs/concepts/protocol.md").read_text(), "make it anew: python scripts/member_states.py"
+@pytest.mark.parametrize("page", TABLES)
+def test_the_page_has_the_table(page: str) -> None:
+    assert TABLES[page]() in (ROOT / "docs/concepts" / page).read_text(), "make it anew: python scripts/state_tables.py"
 
 
 def test_the_script_makes_it_anew(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"before\n\n{table().replace('| BUSY | yes |', '| BUSY | no |')}\nafter\n")
-    subprocess.run([sys.executable, ROOT / "scripts/member_states.py", page], check=True, cwd=ROOT)
-    assert page.read_text() == f"before\n\n{table()}\nafter\n"
+    for page, table in TABLES.items():
+        head, rule, _, *rows = table().splitlines()
+        (tmp_path / page).write_text("\n".join(["before\n", head, rule, "| OLD | | | |", *rows, "", "after\n"]))
+    subprocess.run([sys.executable, ROOT / "scripts/state_tables.py", tmp_path], check=True, cwd=ROOT)
+    for page, table in TABLES.items():
+        assert (tmp_path / page).read_text() == f"before\n\n{table()}\nafter\n"

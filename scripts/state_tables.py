@@ -1,0 +1,44 @@
+"""Writes the tables of states into their pages in docs/concepts: ``python scripts/state_tables.py [FOLDER]``."""
+
+import re
+import sys
+from pathlib import Path
+
+from lsgd.node import allegiance
+from lsgd.server.roster import TRANSITIONS, MemberState
+
+FOLDER = Path(__file__).parents[1] / "docs" / "concepts"
+
+
+def members() -> str:
+    """Return a worker's states as the table in protocol.md."""
+    rows = ["| state | live | means | left by |", "|---|---|---|---|"]
+    for state in MemberState:
+        ways = "; ".join(f"{upon} → {after.name}" for before, after, upon in TRANSITIONS if before is state)
+        rows.append(f"| {state.name} | {'yes' if state.live else 'no'} | {state.means} | {ways} |")
+    rows.append("| (gone) | | left, silent past its lease, name taken over, refused | another process joins |\n")
+    return "\n".join(rows)
+
+
+def allegiances() -> str:
+    """Return what a node can be as the table in failover.md."""
+    rows = ["| state | own servers | means: the node | left by |", "|---|---|---|---|"]
+    for state, ways in allegiance.TRANSITIONS.items():
+        others = (way for way in ways.items() if way[1] is not state and way[0] is not allegiance.Event.END)
+        left = "; ".join(f"{upon.value} → {after.name}" for upon, after in others)
+        rows.append(f"| {state.name} | {'run' if state.servers else ''} | {state.means} | {left} |")
+    return "\n".join([*rows, ""])
+
+
+TABLES = {"protocol.md": members, "failover.md": allegiances}
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    for name, table in TABLES.items():
+        page = folder / name
+        head, rows = table().split("\n", 1)
+        anew, text = f"{head}\n{rows}", page.read_text()
+        text, found = re.subn(rf"^{re.escape(head)}\n(\|.*\n)+", lambda _, anew=anew: anew, text, flags=re.M)
+        if found != 1:
+            sys.exit(f"{page} has {found} tables that begin with {head}")
+        page.write_text(text)
