@@ -113,6 +113,9 @@ def test_a_refused_knock_is_an_answer_and_silence_is_none() -> None:
         knock.close()
         at = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         assert until(lambda: knock(at, time.monotonic()), "the host accepts")
+        assert knock(at, time.monotonic(), since=time.monotonic() + 1.0) is None  # the host may be away since
+        later = time.monotonic()
+        assert until(lambda: knock(at, time.monotonic(), since=later), "it accepts again")
     knock.close()
     assert knock("ipc:///tmp/somewhere", 0.0) is True
 

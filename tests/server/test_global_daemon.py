@@ -27,6 +27,7 @@ from lsgd.protocol.messages import (
     NodeHello,
     NodeLeave,
     NodeWelcome,
+    Place,
     Put,
     Refused,
     Request,
@@ -34,6 +35,7 @@ from lsgd.protocol.messages import (
     Status,
     StatusQuery,
     StopRun,
+    Term,
     decode,
     encode,
 )
@@ -41,6 +43,7 @@ from lsgd.protocol.sockets import Connector, Listener, wait_for
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import EXIT_AT_ONCE, Ending
 from lsgd.server.global_daemon import GlobalDaemon
+from lsgd.server.standbys import Standbys
 from lsgd.server.state import RunState
 
 from ..integration.running import DEADLINE_S, Cluster, free_port, until
@@ -261,6 +264,28 @@ def test_a_run_that_ends_keeps_its_settings(monkeypatch) -> None:
         link.arrived.append((b"operator", [encode(order)]))
         daemon.turn(float(now))
     assert link.sent[b"operator"][-1][1] == Refused("the run is ending, so its settings stay: enough")
+
+
+def test_a_server_that_takes_over_answers_nobody_before_its_own_node_follows_it(monkeypatch) -> None:
+    monkeypatch.setattr("lsgd.server.global_daemon.say", lambda text: None)
+    link, seconds = Answers(), itertools.count(1.0)
+    state = RunState(make_plan(), "run", terms=(Term(1, 0), Term(2, 1)), moved=True)
+    standbys = Standbys(Place(1, "tcp://10.0.0.2:1"))
+    daemon = GlobalDaemon(Coordinator(state), cast(Listener, link), standbys=standbys, watches_memory=False)
+
+    def are_welcome(**said: bytes) -> list[str]:
+        link.arrived += [(peer.encode(), [frame]) for peer, frame in said.items()]
+        daemon.turn(next(seconds))
+        heard = {peer for peer, words in link.sent.items() if any(isinstance(word, NodeWelcome) for _, word in words)}
+        link.sent.clear()
+        return sorted(peer.decode() for peer in heard)
+
+    looks = {node: encode(NodeHello(PROTOCOL, node, 1, "here", "0.1.0", looks=True)) for node in (1, 2)}
+    assert are_welcome(node2=looks[2], node3=hello(3)) == []
+    assert are_welcome(node1=looks[1]) == ["node1"]
+    assert are_welcome(node2=looks[2]) == []
+    assert are_welcome(node1=hello(1)) == ["node1", "node2", "node3"]
+    assert are_welcome(node2=looks[2]) == ["node2"]
 
 
 @pytest.mark.parametrize(("heard_for_s", "lasts_s"), [(0, 2.3), (6, 8.3), (60, 15.3)])
