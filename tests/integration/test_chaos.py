@@ -44,7 +44,7 @@ def test_a_kill_every_few_seconds_costs_neither_the_accuracy_nor_the_count(clust
     limit = cluster.status()["count"] + 900
     assert isinstance(cluster.ask(ChangeSettings({"iterations": str(limit)})), Status)
     for process in (*workers.values(), *servers.values(), run.server):
-        process.succeeds(90)
+        process.succeeds()
     assert f"{limit} iterations" in run.server.output
     # Of each lost worker a step may not have been heard of, and the next, if it was granted ahead.
     assert 0 <= steps(cluster) - limit <= 2 * (victims.count("worker") + victims.count("frozen"))

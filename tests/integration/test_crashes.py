@@ -69,7 +69,7 @@ class JournaledRun:
         assert re.search(rf"continues run {self.run} of the journal", self.server.output)
 
 
-@pytest.mark.slow
+@pytest.mark.first
 def test_a_global_server_killed_in_the_middle_of_a_run(cluster) -> None:
     run = JournaledRun(cluster, "--workers", "3", *EVERY, "--results", str(cluster.folder))
     locals_ = [cluster.start_local(node) for node in (0, 1)]
@@ -192,7 +192,7 @@ def state(process: Process) -> str:
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-@pytest.mark.parametrize("fault", ["killed", "frozen", "stuck"])
+@pytest.mark.parametrize("fault", [pytest.param("killed", marks=pytest.mark.first), "frozen", "stuck"])
 def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_its_place(cluster, fault) -> None:
     lease = () if fault == "killed" else ("--lease-s", "6")
     server, locals_ = cluster.start("--workers", "3", *lease, *EVERY)

@@ -110,8 +110,11 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
 
 @pytest.mark.parametrize(
     "how",
-    [("--dim", "1", "--mean"), ("--copied", "--accumulate", "2", "--bf16"), ("--muon",)],
-    ids=["windows", "copied", "muon"],
+    [
+        pytest.param(("--dim", "1", "--mean"), marks=pytest.mark.first, id="windows"),
+        pytest.param(("--copied", "--accumulate", "2", "--bf16"), id="copied"),
+        pytest.param(("--muon",), id="muon"),
+    ],
 )
 def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
     islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "120")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("ray", reason="pip install 'lsgd[ray]'")
+from ..speed import scaled
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,9 @@ def out(tmp_path_factory) -> Path:
     own["RAY_worker_niceness"] = "0"  # at Ray's 15 a busy machine leaves its workers next to nothing
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-m", "tests.integration.on_ray", str(folder)]
-        done = subprocess.run(command, env={**os.environ, **own}, stdout=log, stderr=log, cwd=ROOT, timeout=1700)
+        done = subprocess.run(
+            command, env={**os.environ, **own}, stdout=log, stderr=log, cwd=ROOT, timeout=scaled(1700)
+        )
     assert done.returncode == 0, (folder / "log").read_text()[-10_000:]
     return folder
 

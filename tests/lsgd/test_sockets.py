@@ -100,6 +100,8 @@ def test_a_message_of_more_parts_than_a_turn_takes_is_read_on_in_the_next(tmp_pa
 CALLS_ITS_OWN_MACHINE = """
 import socket, sys
 from lsgd.protocol.sockets import Connector
+
+from ..speed import scaled
 open("/proc/sys/net/ipv4/ip_local_port_range", "w").write("47400 47401")  # whoever calls gets the server's port
 with Connector(f"tcp://{sys.argv[1]}:47400", b"node0#1"):
     for _ in range(40):
@@ -107,7 +109,7 @@ with Connector(f"tcp://{sys.argv[1]}:47400", b"node0#1"):
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind((sys.argv[1], 47400))
             server.listen()
-            server.settimeout(30.0)
+            server.settimeout(scaled(30.0))
             server.accept()[0].close()
 print("it listened each time")
 """

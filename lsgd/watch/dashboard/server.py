@@ -343,7 +343,8 @@ def open_dashboard(
 def _bind(host: str, port: int | None) -> list[socket.socket]:
     for each in (DEFAULT_PORT, 0) if port is None else (port,):
         try:
-            return bind_sockets(each, host)
+            bound: list[socket.socket] = bind_sockets(each, host)
+            return bound
         except OSError as error:
             trouble = error.strerror or str(error)
         except UnicodeError:  # such as 10.0.0..1
