@@ -2,8 +2,10 @@
 
 import gc
 import importlib
+import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +13,10 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
+from . import needs
+from .integration import waiting
 from .integration.running import DEADLINE_S, Cluster
+from .speed import MARGIN, SLOWNESS, scaled
 
 # Whoever runs the tests may ignore signals, as nohup and a shell's background jobs do. Every process that a test starts
 # would inherit that, and some of them are sent just these.
@@ -25,6 +30,51 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("few", settings.get_profile("repeatable"), max_examples=20)
 settings.load_profile("repeatable")
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Leave a file that lacks packages unread, and keep one that needs them out of the first lane."""
+    if not (packages := needs.PACKAGES.get(str(module_path.relative_to(Path(__file__).parent)))):
+        return None
+    module = needs.Module.from_parent(parent, path=module_path)
+    module.packages = packages
+    module.add_marker("slow")
+    return module
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Give each test its time on this machine (speed.py)."""
+    mark = item.get_closest_marker("timeout")
+    limit = mark.args[0] if mark else item.config.getoption("timeout") or float(item.config.getini("timeout"))
+    item.add_marker(pytest.mark.timeout(scaled(limit)), append=False)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how slow the machine was found, by which every deadline was multiplied."""
+    said = f"this machine takes {SLOWNESS:.1f} times as long as the fastest one; deadlines were {MARGIN * SLOWNESS:.1f}"
+    terminalreporter.write_line(f"{said} times theirs")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show of a test that failed what its processes wait for."""
+    report = yield
+    if report.failed and call.when != "teardown" and (story := waiting.story()):
+        report.sections.append(("what still runs", story))
+    return report
+
+
+@pytest.fixture(autouse=True)
+def _leaks_are_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Let the warning of a file that nobody closed fail the test that opened it, and no later one."""
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    if len(os.listdir("/proc/self/fd")) > before:
+        request.node.funcargs.clear()
+        for name in ("last_type", "last_value", "last_exc", "last_traceback"):  # what a failure has left holds files
+            vars(sys).pop(name, None)
+        gc.collect()
 
 
 @pytest.hookimpl(trylast=True)

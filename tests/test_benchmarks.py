@@ -29,15 +29,16 @@ from benchmarks.workloads import WideDigits
 
 from .integration.running import FORKS, LIGHT
 from .needs import to_install
+from .speed import scaled
 
 ROOT = Path(__file__).parents[1]
-DEADLINE_S = 240
+DEADLINE_S = scaled(240)
 root = pytest.mark.root
 slow = pytest.mark.slow
 alone = pytest.mark.alone
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 
-pytestmark = pytest.mark.timeout(DEADLINE_S + 20)
+pytestmark = pytest.mark.timeout(260)
 
 
 def quick(name: str, folder: Path, *arguments: str, size: str = "--quick", **variables: str) -> dict:

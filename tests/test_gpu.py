@@ -22,6 +22,7 @@ from benchmarks.gpu.gpt_worker import Profile
 from benchmarks.testbed.launch import RunFailedError
 
 from .integration.running import FORKS, LIGHT
+from .speed import scaled
 
 ROOT = Path(__file__).parents[1]
 CHOSEN = "tests marked|over a copy|`local`$|islands|an exchange|profiled|`local`.* 1gbit|over Gloo"
@@ -160,7 +161,7 @@ def test_the_profile_counts_what_waits_in_steps_without_a_round(monkeypatch):
 def test_in_small_all_parts_run_without_a_gpu(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--out", str(tmp_path), "--only", CHOSEN]
     done = FORKS.popen(command, cwd=ROOT, env={**os.environ, **LIGHT, "OMP_NUM_THREADS": "1"})
-    output, _ = done.communicate(380)
+    output, _ = done.communicate(scaled(380))
     found = json.loads((tmp_path / "gpu.json").read_text())
     results = {row["what"]: row["result"] for row in found["results"]}
     assert done.returncode == 0, output + (tmp_path / "gpu.log").read_text()

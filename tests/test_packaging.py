@@ -185,6 +185,7 @@ def test_constraints_pin_every_dependency():
         "ray",
         "store",
         "tensorboard",
+        "test",
         "transformers",
         "wandb",
     )

@@ -17,6 +17,7 @@ import pytest
 
 from .integration.running import LIGHT
 from .needs import PROGRAMS
+from .speed import scaled
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = """
@@ -96,7 +97,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return Checkout(tmp_path)
 
 
-def until(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
+def until(condition: Callable[[], object], what: str, deadline_s: float = scaled(60.0)) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
@@ -219,6 +220,61 @@ class TestEnvironment:
         assert f"apt install python3.{sys.version_info.minor}-venv" in reason
 
 
+class TestLanes:
+    """scripts/test.sh, with a Python that only notes what it is called for."""
+
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+        """Run a lane and return its exit status, its output, and what was called; pytest's output is given."""
+        root = tmp_path / "checkout"
+        shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+        for name in ("lsgd", "tests"):
+            (root / name).symlink_to(ROOT / name)
+
+        def run(*arguments: str, said: str = "", **codes: int) -> tuple[int, str, str]:
+            cases = "".join(f"{word}) code={code} ;;\n" for word, code in codes.items())
+            (tmp_path / "said").write_text(said)
+            (tmp_path / "python").write_text(
+                f"#!/bin/bash\n[[ $1 == -c && $2 == *executable* ]] && echo $0; [[ $1 != -m ]] && exit 0\n"
+                f'echo "$2 ${{*:3}}" >> {tmp_path}/called\ncode=0; case $2 in {cases} esac\n'
+                f"[[ $2 == pytest ]] && cat {tmp_path}/said\nexit $code\n"
+            )
+            (tmp_path / "python").chmod(0o755)
+            environ = {**os.environ, "PYTHON": str(tmp_path / "python")}
+            command = ["/bin/bash", str(root / "scripts/test.sh"), *arguments]
+            done = subprocess.run(command, env=environ, capture_output=True, text=True)
+            return done.returncode, done.stdout, (tmp_path / "called").read_text()
+
+        return run
+
+    SAID = "SKIPPED [1] it lacks nft\n===== 1 failed, 20 passed, 3 skipped, 2 errors in 61.20s (0:01:01) =====\n"
+
+    def test_the_first_lane_checks_style_and_types_and_sums_up(self, run):
+        code, out, called = run(said=self.SAID)
+        assert code == 0 and out.endswith("40 passed, 6 failed, 6 skipped\n") and "    [1] it lacks nft\n" in out
+        assert [line.split()[0] for line in sorted(called.splitlines())] == [
+            *("coverage", "mypy", "pytest", "pytest", "ruff", "ruff")
+        ]
+        assert " -m first or not (slow or alone) " in called
+
+    @pytest.mark.parametrize("fails", ["ruff", "mypy", "coverage", "pytest"])
+    def test_what_fails_is_said_and_the_rest_is_run(self, run, fails):
+        code, out, called = run(said=self.SAID, **{fails: 1})
+        assert code == 1 and out.endswith("40 passed, 6 failed, 6 skipped\n")
+        assert f"test.sh: {'traced tests' if fails == 'pytest' else fails}" in out
+        assert len(called.splitlines()) == 6
+
+    def test_each_test_is_in_one_lane(self, run):
+        _, _, called = run("--rest")
+        assert " -m slow and not (first or alone) " in called and " -m alone and not first " in called
+        assert "mypy" not in called
+        code, out, called = run("--all", said=self.SAID)
+        assert (code, out.splitlines()[-1]) == (0, "80 passed, 12 failed, 12 skipped")
+
+    def test_arguments_go_to_pytest_alone(self, run):
+        assert run("tests/node", "-k", "a b", pytest=5) == (5, "", "pytest tests/node -k a b\n")
+
+
 @pytest.mark.slow
 class TestTrain:
     """scripts/train.sh, with the real launcher, servers and workers."""
@@ -281,18 +337,20 @@ class TestTrain:
         assert not (tmp_path / "runs").exists()
 
 
-def test_continuous_integration_goes_on_without_the_packages(tmp_path):
-    """A root whose apt-get fails, as without a network, runs the tests; their exit status is the verdict."""
+@pytest.mark.parametrize(("first", "rest"), [(3, 0), (0, 4), (3, 4), (0, 0)])
+def test_continuous_integration_goes_on_without_the_packages(tmp_path, first, rest):
+    """A root whose apt-get fails, as without a network, runs all tests; it fails if some of them do."""
     for name in (".ci/run", "scripts/packages.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "scripts/test.sh").write_text("exit 3\n")
+    lanes = f'echo "lane $*"; [[ $* ]] && exit {rest}; exit {first}\n'
+    (tmp_path / "scripts/test.sh").write_text(lanes)
     for name, does in {"apt-get": 'echo "$*" >> called; exit 100', "dpkg": "exit 1"}.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{does}\n")
         (tmp_path / name).chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", tmp_path / ".ci/run"], env=environ, capture_output=True, text=True)
-    assert done.returncode == 3
+    assert (done.returncode, done.stdout) == (first or rest, "lane \nlane --rest\n")
     if os.geteuid() == 0:
         assert (tmp_path / "called").read_text() == "--quiet=2 update\n"
         assert f"the tests that need {' '.join(PROGRAMS)} are skipped" in done.stderr

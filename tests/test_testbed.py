@@ -16,6 +16,7 @@ import pytest
 from benchmarks.testbed import Host, Testbed, TestbedError
 
 from .needs import needs_nat
+from .speed import scaled
 
 ROOT = Path(__file__).parents[1]
 root = pytest.mark.root
@@ -90,7 +91,7 @@ def transfer(sender: Host, receiver: Host, nbytes: int) -> float:
         return float(process.stdout.read()) - started_at
 
 
-def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = scaled(20.0)) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 MADE = ROOT / "build" / "gpu" / "python"
-EXTRAS = {"dev": ("hypothesis", "pandas", "pytest", "pytest-timeout"), "examples": ("scikit-learn",)}
+EXTRAS = {"test": ("hypothesis", "pytest", "pytest-timeout"), "dev": ("pandas",), "examples": ("scikit-learn",)}
 """Of the optional dependencies, what the tests, the trainings and the tables need."""
 
 OF_THE_MACHINE = re.compile(r"torch|numpy|cupy(-\w+)?")

@@ -47,7 +47,8 @@ def exposition(view: RunView) -> bytes:
     check()
     from prometheus_client import generate_latest
 
-    return generate_latest(_Families(view))
+    told: bytes = generate_latest(_Families(view))
+    return told
 
 
 class _Families:

@@ -19,6 +19,7 @@ from lsgd.node.place import Place
 
 from ..integration.running import FORKS, free_port
 from ..needs import needs_nat
+from ..speed import scaled
 
 
 @pytest.fixture
@@ -118,7 +119,7 @@ def test_the_rate_and_the_round_trip_are_those_of_the_wire() -> None:
         arguments = ["doctor", "--nodes", "2", "--address", testbed.hosts[0].address]
         command = [sys.executable, "-m", "lsgd.client", *arguments, "--node"]
         processes = [FORKS.popen([*command, host.index], env=os.environ, host=host.pid) for host in testbed.hosts]
-        outputs = [process.communicate(timeout=60)[0] for process in processes]
+        outputs = [process.communicate(timeout=scaled(60))[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     found = re.search(r"node0 to node1: (\d+) Mbit/s, round trip (\d+\.\d+) ms", outputs[1])
     assert found
@@ -135,7 +136,7 @@ def test_nodes_behind_nat_are_timed_through_the_relay() -> None:
         arguments = ["doctor", "--nodes", "3", "--address", testbed.hosts[0].address]
         command = [sys.executable, "-m", "lsgd.client", *arguments, "--node"]
         processes = [FORKS.popen([*command, host.index], env=os.environ, host=host.pid) for host in testbed.hosts]
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        outputs = [process.communicate(timeout=scaled(100))[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     for said in outputs:
         assert re.search(r"ok    node0 to node1: .*; node1 dials node0, and both directions use that", said)

@@ -18,6 +18,7 @@ from lsgd.client.groups.stream_ends import RECORD_NBYTES, STALLED_S, OutgoingStr
 from lsgd.client.groups.tcp_group import TcpGroup
 
 from ..integration.running import until
+from ..speed import scaled
 from .bench import CERTIFICATE, together
 from .meshes import Clock, Network, all_at_once, clock, members
 from .test_groups import HOUR_S
@@ -92,7 +93,7 @@ def test_a_byte_of_a_handshake_that_is_changed_on_the_way_is_no_end(piece) -> No
 
     network = Network(spoil)
     groups, _ = members(2, [CERTIFICATE] * 2, routes=network.routes)
-    meet = threading.Barrier(2, timeout=30)
+    meet = threading.Barrier(2, timeout=scaled(30))
 
     def work(group: TcpGroup) -> float:
         total = summed(group)
@@ -108,7 +109,7 @@ def test_a_byte_of_a_handshake_that_is_changed_on_the_way_is_no_end(piece) -> No
 def test_a_connection_that_breaks_between_two_messages_is_made_anew() -> None:
     network = Network()
     groups, _ = members(2, [CERTIFICATE] * 2, routes=network.routes)
-    meet = threading.Barrier(2, timeout=20)
+    meet = threading.Barrier(2, timeout=scaled(20))
 
     def work(group: TcpGroup) -> float:
         x = torch.ones(3)
@@ -126,7 +127,7 @@ def test_a_connection_that_breaks_between_two_messages_is_made_anew() -> None:
 def test_a_connection_that_nobody_waits_for_is_tried_again_as_long_as_it_takes(clock) -> None:
     network = Network()
     groups, _ = members(2, [b""] * 2, timeout_s=900.0, routes=network.routes)
-    meet = threading.Barrier(2, timeout=30)
+    meet = threading.Barrier(2, timeout=scaled(30))
 
     def away() -> None:
         network.down = True

@@ -28,6 +28,7 @@ from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 
 from ..integration.running import LIGHT, until
+from ..speed import scaled
 from .bench import Switchboard, generation, together
 
 
@@ -37,7 +38,7 @@ def switchboard(tmp_path):
         yield made
 
 
-def run(switchboard, node_sizes, work, *, missing=(), timeout_s=20.0, certificate=b"", **fields):
+def run(switchboard, node_sizes, work, *, missing=(), timeout_s: float = scaled(20.0), certificate=b"", **fields):
     """Return what ``work(group)`` returns on every member that is not missing; ``fields``: of the generation.
 
     Gloo is in NCCL's place.
@@ -62,7 +63,7 @@ def run(switchboard, node_sizes, work, *, missing=(), timeout_s=20.0, certificat
 HOUR_S = 3600.0
 """A deadline that a test which passes does not wait for."""
 
-GLOO_WITHIN_S = 60.0
+GLOO_WITHIN_S = scaled(60.0)
 
 
 def test_the_bytes_that_each_member_sends_and_receives_are_counted(switchboard) -> None:
@@ -375,7 +376,7 @@ def test_a_process_that_ends_while_a_group_forms_keeps_its_exit_code() -> None:
         env={**os.environ, **LIGHT},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=scaled(150),
     )
     codes = dict(line.split(": ") for line in said.stdout.splitlines())
     assert len(codes) == 3, said.stderr

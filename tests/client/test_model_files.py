@@ -38,6 +38,7 @@ def test_a_small_model_is_one_file_with_tied_tensors_once(tmp_path) -> None:
         assert torch.equal(other.logits.weight, model.embedding.weight)
 
 
+@pytest.mark.slow  # another package
 def test_transformers_reads_files_of_a_limited_size(tmp_path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=50, n_positions=8)

@@ -32,6 +32,7 @@ from lsgd.plan.run import RunSettings
 from lsgd.protocol.credentials import new_greeting
 from lsgd.protocol.ports import hold, port_of
 
+from ..speed import scaled
 from .bench import Switchboard, generation, together
 
 HOUR_S = 3600.0
@@ -136,12 +137,12 @@ def test_who_takes_the_connection_and_says_nothing_or_something_else_is_missed()
         listening("127.0.0.1") as (listener, endpoint),
         ThreadPoolExecutor(1) as thread,
     ):
-        silent.settimeout(20)
+        silent.settimeout(scaled(20))
         mute = replace(endpoint, port=silent.getsockname()[1])
 
         def hear() -> tuple[socket.socket, bytes]:
             connection, _ = silent.accept()
-            connection.settimeout(20)
+            connection.settimeout(scaled(20))
             return connection, connection.recv(16)
 
         heard = thread.submit(hear)

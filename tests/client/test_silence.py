@@ -17,6 +17,7 @@ from lsgd.collectives.composed import PIECE_NBYTES
 from lsgd.errors import ExchangeError
 
 from ..integration.running import until
+from ..speed import scaled
 from .bench import CERTIFICATE
 from .meshes import Clock, Network, all_at_once, clock, members
 
@@ -104,7 +105,7 @@ def test_a_nodes_other_workers_wait_as_long_as_the_first_one_exchanges_with_othe
 
 def test_a_nodes_other_workers_are_free_as_soon_as_the_first_one_gives_up(clock) -> None:
     groups, _ = members(3, [b""] * 3, timeout_s=900.0, node_sizes=(2, 1))
-    waiting, over = threading.Barrier(3, timeout=20), threading.Event()
+    waiting, over = threading.Barrier(3, timeout=scaled(20)), threading.Event()
 
     def work(group: TcpGroup) -> str:
         group.all_reduce(torch.ones(1)).wait()
@@ -126,7 +127,7 @@ def test_a_nodes_other_workers_are_free_as_soon_as_the_first_one_gives_up(clock)
 
 def test_workers_of_a_single_node_have_the_deadline_among_themselves(clock) -> None:
     groups, _ = members(2, [b""] * 2, timeout_s=900.0, node_sizes=(2,))
-    met, over = threading.Barrier(2, timeout=20), threading.Event()
+    met, over = threading.Barrier(2, timeout=scaled(20)), threading.Event()
 
     def work(group: TcpGroup) -> str:
         group.all_reduce(torch.ones(1)).wait()

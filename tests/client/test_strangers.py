@@ -16,6 +16,7 @@ from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.protocol.credentials import run_certificate
 
 from ..integration.running import until
+from ..speed import scaled
 from .bench import CERTIFICATE
 from .meshes import Network, all_at_once, members
 
@@ -93,7 +94,7 @@ def test_one_that_speaks_slowly_has_no_more_time_than_others(certificate, caplog
                 slow.send(bytes([byte]))
             if is_closed(slow):
                 break
-        slow.settimeout(20)
+        slow.settimeout(scaled(20))
         assert is_closed(slow)
         until(lambda: caplog.records, "it is said")
         monkeypatch.setattr(mesh, "HELLO_WITHIN_S", 20.0)

@@ -25,6 +25,7 @@ from lsgd.errors import ExchangeError
 from lsgd.protocol.credentials import run_certificate
 
 from ..integration.running import until
+from ..speed import scaled
 from .bench import CERTIFICATE, Switchboard
 from .meshes import all_at_once, clock, members
 from .test_groups import HOUR_S, every_verb
@@ -141,7 +142,7 @@ def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(clock, monkey
     for module in (base, tcp_group):
         monkeypatch.setattr(module, "time", clock)
     groups, _ = members(2, [certificate] * 2, timeout_s=20.0)
-    met, over = threading.Barrier(2, timeout=20), threading.Event()
+    met, over = threading.Barrier(2, timeout=scaled(20)), threading.Event()
 
     def work(group: TcpGroup) -> str:
         group.all_reduce(torch.ones(1)).wait()

@@ -10,9 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..integration.running import free_port, until
+from ..speed import scaled
 
-ENDS_WITHIN_S = 10.0
-JOBS_END_WITHIN_S = 60.0
+ENDS_WITHIN_S = scaled(10.0)
+JOBS_END_WITHIN_S = scaled(60.0)
 CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost={host}
@@ -96,7 +97,7 @@ class Slurm:
     def ask(self, *command: str) -> str:
         """Return what a command of Slurm prints; nothing if it fails."""
         with suppress(subprocess.TimeoutExpired):
-            done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=60)
+            done = subprocess.run(command, env=self.environ, capture_output=True, text=True, timeout=scaled(60))
             return done.stdout if done.returncode == 0 else ""
         return ""
 
@@ -108,7 +109,7 @@ class Slurm:
             cwd=folder,
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=scaled(90),
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()

@@ -8,6 +8,8 @@ its parent has made.
 
 import atexit
 import ctypes
+import faulthandler
+import fcntl
 import gc
 import io
 import itertools
@@ -33,6 +35,12 @@ PREFIX = re.compile(r"nsenter --target=(\d+) --net --uts --mount env --chdir=(\S
 """How a testbed starts a command on a host: its first process, and the folder (benchmarks/testbed/hosts.py)."""
 
 NAMESPACES = {"net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000, "pid": 0x20000000}  # <linux/sched.h>
+
+STACKS = 200
+"""The descriptor of a file in memory: on the last signal there is, the stacks of all threads are written there.
+
+Whoever waits for the process in vain reads them (waiting.py).
+"""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _exec = subprocess._fork_exec  # type: ignore[attr-defined]
@@ -124,6 +132,7 @@ def become(program: Program, environ: Mapping[str, str], keep: Collection[int] =
         forget_signals()
         forget_descriptors(keep)
         forget_exits()
+        write_stacks_when_asked()
         os.environ.clear()
         os.environ.update(environ)
         show(program.command, environ)
@@ -159,6 +168,14 @@ def forget_descriptors(keep: Collection[int]) -> None:
     sys.stdout = sys.__stdout__ = output(1, at_once)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = output(2, at_once, line_buffering=True, errors="backslashreplace")  # type: ignore[misc]
     sys.excepthook = sys.__excepthook__
+
+
+def write_stacks_when_asked() -> None:
+    """Let a signal write the stacks of all threads, whatever Python is at."""
+    made = os.memfd_create("stacks")
+    fcntl.fcntl(made, fcntl.F_DUPFD_CLOEXEC, STACKS)
+    os.close(made)
+    faulthandler.register(signal.SIGRTMAX, file=STACKS, all_threads=True)
 
 
 def output(number: int, at_once: bool, **options: Any) -> io.TextIOWrapper:

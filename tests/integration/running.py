@@ -23,9 +23,11 @@ from lsgd.protocol.events import GenerationBegan, Happening, decode_event
 from lsgd.protocol.messages import PROTOCOL, Events, EventsQuery, Generation, Status, StatusQuery, decode, encode
 from lsgd.protocol.sockets import Connector, wait_for
 
+from ..speed import scaled
+
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "workers"
-DEADLINE_S = 90.0
+DEADLINE_S = scaled(90.0)
 LOADED_BY_WORKERS = (
     *("torch", "torch._dynamo", "torch.profiler", "numpy.ctypeslib", "encodings.idna"),
     *("lsgd.plan.options", "lsgd.client.worker", "lsgd.cli.commands", "lsgd.server.cli", "warm"),
@@ -125,11 +127,16 @@ class Fork(Process):
         return self.poll()
 
     def communicate(self, timeout: float = DEADLINE_S) -> tuple[str, None]:
-        """Return the rest of its output, when it has ended, and nothing as that of errors."""
-        output = "" if self.stdout.closed else self.stdout.read()
-        self.stdout.close()
+        """Return the rest of its output, when it has ended and all that write there, and nothing as that of errors."""
+        output: list[str] = []
+        if not self.stdout.closed:
+            reader = threading.Thread(target=lambda: output.append(self.stdout.read()), daemon=True)
+            reader.start()
+            reader.join(timeout)
+            assert not reader.is_alive(), f"process {self.pid} does not end within {timeout:g} s"
+            self.stdout.close()
         self.wait(timeout)
-        return output, None
+        return "".join(output), None
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

@@ -7,6 +7,7 @@ import pytest
 
 from lsgd.protocol.messages import ChangeSettings, Status
 
+from ..speed import SLOWNESS
 from .running import Cluster, Process, until
 from .test_crashes import JournaledRun, kill, steps, trains
 
@@ -16,11 +17,13 @@ PLACES = ((0, 0), (0, 1), (1, 0))
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_kill_every_few_seconds_costs_neither_the_accuracy_nor_the_count(cluster: Cluster) -> None:
-    run = JournaledRun(cluster, "--workers", "3", "--period", "16", "--local-period", "4", "--lease-s", "20")
+    run = JournaledRun(
+        cluster, "--workers", "3", "--period", "16", "--local-period", "4", "--lease-s", str(20 * SLOWNESS)
+    )
     servers = {node: cluster.start_local(node) for node in (0, 1)}
     workers = {place: cluster.worker("digits", *place) for place in PLACES}
     trains(cluster)
-    victims = ["worker"] * 4 + ["frozen"] + ["local"] + ["global"] * 2
+    victims = ["worker"] * 2 + ["frozen"] + ["local"] + ["global"]
     chance = random.Random(0)
     chance.shuffle(victims)
     for kind in victims:
@@ -44,7 +47,7 @@ def test_a_kill_every_few_seconds_costs_neither_the_accuracy_nor_the_count(clust
     limit = cluster.status()["count"] + 900
     assert isinstance(cluster.ask(ChangeSettings({"iterations": str(limit)})), Status)
     for process in (*workers.values(), *servers.values(), run.server):
-        process.succeeds(90)
+        process.succeeds()
     assert f"{limit} iterations" in run.server.output
     # Of each lost worker a step may not have been heard of, and the next, if it was granted ahead.
     assert 0 <= steps(cluster) - limit <= 2 * (victims.count("worker") + victims.count("frozen"))

@@ -12,6 +12,7 @@ from lsgd.errors import EvictedError
 from lsgd.protocol.events import GenerationBegan, RoundFailed, RoundOrdered, WorkerChanged
 from lsgd.protocol.messages import ChangeSettings, Status
 
+from ..speed import SLOWNESS
 from .running import Cluster, Process, free_port, until
 
 EVERY = ("--period", "12", "--local-period", "4")
@@ -69,7 +70,7 @@ class JournaledRun:
         assert re.search(rf"continues run {self.run} of the journal", self.server.output)
 
 
-@pytest.mark.slow
+@pytest.mark.first
 def test_a_global_server_killed_in_the_middle_of_a_run(cluster) -> None:
     run = JournaledRun(cluster, "--workers", "3", *EVERY, "--results", str(cluster.folder))
     locals_ = [cluster.start_local(node) for node in (0, 1)]
@@ -192,9 +193,9 @@ def state(process: Process) -> str:
     return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
-@pytest.mark.parametrize("fault", ["killed", "frozen", "stuck"])
+@pytest.mark.parametrize("fault", [pytest.param("killed", marks=pytest.mark.first), "frozen", "stuck"])
 def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_its_place(cluster, fault) -> None:
-    lease = () if fault == "killed" else ("--lease-s", "6")
+    lease = () if fault == "killed" else ("--lease-s", str(6 * SLOWNESS))
     server, locals_ = cluster.start("--workers", "3", *lease, *EVERY)
     survivors = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     go = cluster.folder / "go"

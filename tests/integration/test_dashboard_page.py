@@ -14,9 +14,6 @@ from ..needs import to_install
 from .running import DEADLINE_S, LIGHT, until
 from .test_crashes import EVERY, JournaledRun, kill
 
-pytest.importorskip("tornado", reason="needs the extra dashboard")
-pytest.importorskip("plotly", reason="needs the extra dashboard")
-
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 LEASE_S = 60
 SEEN_WITHIN_MS = 1000 * LEASE_S / 2  # the end of a lease would show it, too
@@ -27,7 +24,8 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=f"Chromium not found: {
 
 @pytest.fixture
 def browser():
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
+    from playwright import sync_api
+
     with sync_api.sync_playwright() as playwright:
         made = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield made

@@ -34,7 +34,7 @@ def says(log: Path, words: str) -> bool:
     return log.exists() and words in log.read_text()
 
 
-@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("nodes", [pytest.param(2, marks=pytest.mark.first), 3])
 def test_the_run_ends_on_the_others_with_the_exact_count(tmp_path: Path, nodes: int) -> None:
     run = {**PLAN, "NUM_GROUPS": str(nodes), "NUM_WORKERS": "1", "LSGD_ITERATIONS": str(ITERATIONS)}
     script = (str(SCRIPTS / "crash.py"), "--sleep", "0.02")

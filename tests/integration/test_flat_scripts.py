@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from ..speed import SLOWNESS
 from .running import until
 
 ROUNDS = ("--algorithm", "local", "--period", "4")
@@ -30,7 +31,7 @@ def test_lost_servers_end_it_with_75(cluster) -> None:
 
 
 def test_one_that_was_evicted_ends_with_76_and_the_others_go_on(cluster) -> None:
-    server, _ = cluster.start("--workers", "2", *ROUNDS, "--lease-s", "8")
+    server, _ = cluster.start("--workers", "2", *ROUNDS, "--lease-s", str(8 * SLOWNESS))
     frozen, other = (cluster.worker("flat", 0, index, "--steps", 1_000_000) for index in range(2))
     until(lambda: cluster.status()["count"] > 8, "they train")
     frozen.send(signal.SIGSTOP)

@@ -8,12 +8,13 @@ from pathlib import Path
 from lsgd.errors import JoinError
 from lsgd.protocol.events import Note, WorkerChanged
 
+from ..speed import SLOWNESS
 from .running import Process, until
 from .test_crashes import EVERY, JournaledRun, finish, kill, steps, trains
 
 
 def test_a_frozen_local_server_costs_nobody_the_model(cluster) -> None:
-    server, (local,) = cluster.start("--workers", "2", "--lease-s", "6", *EVERY)
+    server, (local,) = cluster.start("--workers", "2", "--lease-s", str(6 * SLOWNESS), *EVERY)
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
     local.send(signal.SIGSTOP)

@@ -15,6 +15,7 @@ from safetensors import safe_open
 
 from lsgd.protocol.events import WorkerJoined
 
+from ..speed import SLOWNESS
 from .running import LIGHT, LOADED_BY_WORKERS, SCRIPTS, Cluster, ForkServer, Process, free_port, until
 from .test_algorithms import command
 
@@ -110,8 +111,11 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
 
 @pytest.mark.parametrize(
     "how",
-    [("--dim", "1", "--mean"), ("--copied", "--accumulate", "2", "--bf16"), ("--muon",)],
-    ids=["windows", "copied", "muon"],
+    [
+        pytest.param(("--dim", "1", "--mean"), marks=pytest.mark.first, id="windows"),
+        pytest.param(("--copied", "--accumulate", "2", "--bf16"), id="copied"),
+        pytest.param(("--muon",), id="muon"),
+    ],
 )
 def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
     islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "120")
@@ -152,21 +156,21 @@ fragments = 1
 
 
 @pytest.mark.parametrize(
-    ("how", "offload"),
-    [((), ()), (("--compile", "--adamw", "foreach"), ("--offload", "true")), (("--adamw", "fused"), ())],
+    ("how", "offload", "workers"),
+    [((), (), 2), (("--compile", "--adamw", "foreach"), ("--offload", "true"), 1), (("--adamw", "fused"), (), 2)],
     ids=["eager", "compiled", "fused"],
 )
-def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_path, how, offload) -> None:
+def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_path, how, offload, workers) -> None:
     # Fused AdamW rounds an element by its place in the tensor. Rescaled steps are longer, and magnify that.
     (tmp_path / "plan.toml").write_text(PHASES.replace("rescale = true", f"rescale = {'fused' not in how}".lower()))
     plan = ("--plan", str(tmp_path / "plan.toml"))
-    islands.begin(*plan, *offload)
-    sharded = islands.train("--alike", *how)
+    islands.begin(*plan, *offload, workers=workers)
+    sharded = islands.train("--alike", *how, workers=workers)
     (tmp_path / "whole").mkdir()
     whole_run = Islands(tmp_path / "whole")
     try:
-        whole_run.begin(*plan)
-        whole = whole_run.train("--alike", "--plain", *how[-2:], size=1)
+        whole_run.begin(*plan, workers=workers)
+        whole = whole_run.train("--alike", "--plain", *how[-2:], size=1, workers=workers)
     finally:
         whole_run.close()
     for one, other in zip(sharded, whole, strict=True):
@@ -198,7 +202,7 @@ def test_a_shard_whose_exchange_is_cut_fails_the_round_of_all(islands) -> None:
 
 
 def test_a_frozen_process_ends_its_island_and_the_others_go_on(islands) -> None:
-    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "80", "--lease-s", "6")
+    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "80", "--lease-s", str(6 * SLOWNESS))
     others = islands.island(0)
     head, frozen = islands.island(1, "--do", "freeze", "--at", "15")
     for process in others:

@@ -66,6 +66,7 @@ PLAN = {
 @pytest.mark.root
 @pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root")
 @pytest.mark.slow
+@pytest.mark.first
 @pytest.mark.timeout(240)
 def test_a_link_that_breaks_between_two_nodes_is_gone_around_by_the_relay(tmp_path: Path) -> None:
     with Testbed(3) as testbed:

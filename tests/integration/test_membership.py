@@ -7,6 +7,7 @@ import pytest
 
 from lsgd.protocol.messages import StopRun
 
+from ..speed import SLOWNESS
 from .running import Cluster, Process, until
 from .test_crashes import EVERY, finish, kill, steps, trains
 
@@ -64,7 +65,7 @@ class Churn:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_50_changes_of_membership_leave_nothing_behind(cluster) -> None:
-    deadlines = ("--lease-s", "20", "--exchange-timeout-s", "20")
+    deadlines = ("--lease-s", str(20 * SLOWNESS), "--exchange-timeout-s", str(20 * SLOWNESS))
     server, (local,) = cluster.start("--workers", "1", *deadlines, *EVERY)
     stays = cluster.worker("train", 0, 0, "--sleep", 0.02)
     trains(cluster)

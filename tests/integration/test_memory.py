@@ -14,7 +14,7 @@ from .running import Cluster
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "algorithms.md"
 SCRIPT = Path(benchmarks.memory.worker.__file__).with_suffix("")
-NUMEL = 12_000_000
+NUMEL = 6_000_000
 TOLERANCE = 2.0
 """Bytes per parameter, less than one more copy: some MB are buffers of sockets, and of the few buckets of gradients
 that are under way. A large model has no more of them."""
@@ -58,3 +58,4 @@ def test_the_table_has_what_is_resident(tmp_path: Path, offload: bool) -> None:
     assert measured.keys() == said.keys()
     for name, one in measured.items():
         assert (one.kept, one.peak) == pytest.approx((said[name].kept, said[name].peak), abs=TOLERANCE), name
+        print("DEV", offload, name, round(one.kept - said[name].kept, 2), round(one.peak - said[name].peak, 2))

@@ -63,7 +63,7 @@ def test_replicas_learn_and_are_equal_after_each_round(islands, plan) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "workers", "how"),
-    [(PHASES, 2, ()), (IN_EACH_STEP, 2, ()), (DELAYED, 1, ()), (PHASES, 2, ("--compile",))],
+    [(PHASES, 2, ()), (IN_EACH_STEP, 2, ()), (DELAYED, 1, ()), (PHASES, 1, ("--compile",))],
     ids=["models", "in-each-step", "delayed", "compiled"],
 )
 def test_replicas_compute_what_a_whole_worker_does_bit_by_bit(islands, tmp_path, plan, workers, how) -> None:
@@ -84,8 +84,8 @@ def test_replicas_compute_what_a_whole_worker_does_bit_by_bit(islands, tmp_path,
 
 @pytest.mark.parametrize(
     ("algorithm", "size", "how"),
-    [("bytegrad", 2, ()), ("qsgd", 2, ("--accumulate", "2")), ("allreduce", 1, ())],
-    ids=["bytegrad", "qsgd", "alone-in-ddp"],
+    [("qsgd", 2, ("--accumulate", "2")), ("allreduce", 1, ())],
+    ids=["qsgd", "alone-in-ddp"],
 )
 def test_gradients_are_exchanged_after_ddp_has_averaged_them(islands, algorithm, size, how) -> None:
     islands.begin("--algorithm", algorithm, "--iterations", "40")
@@ -158,14 +158,13 @@ def test_replicas_go_on_from_their_checkpoints_in_any_form(islands, tmp_path) ->
     before = islands.train("--alike", "--ddp")
     written = {path.name for path in (tmp_path / "checkpoints").glob("*/60/*")}
     assert written == {"node0-worker0.safetensors", "node0-worker1.safetensors"}
-    forms = [(2, "--ddp"), (3, "--ddp"), (1, "--plain"), (2, "--alike")]
+    forms = [(2, "--ddp"), (1, "--plain"), (2, "--alike")]
     after = [resume(tmp_path, str(number), plan, "--alike", how, size=size) for number, (size, how) in enumerate(forms)]
     for old, new in zip(before, after[0], strict=True):
         assert new["iterations"] == 42 and new["state"] != old["state"]
-    for one, other in zip(after[0], after[2], strict=True):
+    for one, other in zip(after[0], after[1], strict=True):
         assert alike(one) == other
-    for resumed in after[1], after[3]:  # a third of a gradient rounds
-        assert resumed[0]["losses"] == pytest.approx(after[0][0]["losses"], rel=1e-3)
+    assert after[2][0]["losses"] == pytest.approx(after[0][0]["losses"], rel=1e-3)
 
 
 @pytest.mark.timeout(180)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ..speed import scaled
 from .running import FORKS, LIGHT
 
 PLAIN = Path(__file__).parent / "workers" / "train.py"
@@ -34,6 +35,6 @@ def test_without_servers_torchrun_shows_what_to_type(tmp_path) -> None:
         "LOCAL_RANK": "1",
         "LSGD_RUN_DIR": str(tmp_path),
     }
-    done = subprocess.run([sys.executable, str(PLAIN)], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(PLAIN)], env=environ, capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 1
     assert re.search(r"JoinError: no local server answers at .*: lsgd launch -- python .*train\.py", done.stderr)

@@ -29,6 +29,7 @@ from lsgd.run_folder import is_live
 from lsgd.run_folder import runs as checkpoints
 
 from ..integration.running import FORKS, LIGHT, free_port, holders
+from ..speed import scaled
 
 JOINED = "worker = Worker.join(model, optimizer)\nif True:"
 
@@ -94,7 +95,7 @@ class Node:
 
     def finish(self) -> tuple[int, str]:
         """Return exit status and output, when it has ended and left nothing behind."""
-        output, _ = self.process.communicate(timeout=90)
+        output, _ = self.process.communicate(timeout=scaled(90))
         assert self.left() == []
         return self.process.returncode, output
 
@@ -127,7 +128,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
         until(lambda node=node: not node.left(), "all processes are gone")  # type: ignore[misc]
 
 
-def until(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
+def until(condition: Callable[[], object], what: str, deadline_s: float = scaled(60.0)) -> None:
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"

@@ -15,10 +15,12 @@ from lsgd.node import island
 from lsgd.protocol.ports import hold_or_any, port_of
 from lsgd.protocol.sockets import Wakeup
 
+from ..speed import scaled
+
 
 def run(script: str, devices: str = "cpu,cpu") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "lsgd.node.island", devices, "--", "sh", "-c", script]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=scaled(60))
 
 
 def test_processes_are_told_their_places() -> None:

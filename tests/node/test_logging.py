@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from ..speed import scaled
 from .test_launch import TRAIN, start, until
 
 __all__ = ["start"]
@@ -97,7 +98,7 @@ def test_a_logger_that_joins_late_writes_what_it_finds_and_one_that_fails_ends_n
     with subprocess.Popen([*command, "--out", str(tmp_path / "late")], stderr=subprocess.PIPE, text=True) as late:
         until(lambda: "rounds" in curves(tmp_path / "late"), "the late one has joined")
         (node.run_dir / "go").touch()
-        _, errors = late.communicate(timeout=60)
+        _, errors = late.communicate(timeout=scaled(60))
     assert late.returncode == 0, errors
     status, output = node.finish()
     assert status == 0 and "logger was killed by SIGKILL" in output and "the run continues without it" in output
@@ -112,7 +113,9 @@ def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
         "from lsgd.watch.curves import LOGGERS; logger = LOGGERS['wandb'](Path(sys.argv[1]), 'r'); "
         "logger.write(Point(1.0, 8, {'loss/consensus': 0.5})); logger.flush(); logger.close()"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=110)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=scaled(110)
+    )
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert b"loss/consensus" in path.read_bytes()

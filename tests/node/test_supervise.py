@@ -25,6 +25,7 @@ from lsgd.node.transcript import MAX_LINE_NCHARS, Transcript
 
 from ..integration.running import holders, until
 from ..server.test_output import fill, read
+from ..speed import scaled
 
 DRIVER = """
 import json, os, signal, sys
@@ -128,7 +129,7 @@ class Supervised:
 
     def finish(self) -> tuple[int, str, str]:
         """Return exit status, output and errors, when it has ended and left nothing behind."""
-        out, err = self.process.communicate(timeout=60)
+        out, err = self.process.communicate(timeout=scaled(60))
         assert self.left() == []
         return self.process.returncode, (out or b"").decode(), err.decode()
 

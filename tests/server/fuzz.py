@@ -73,7 +73,7 @@ ORDERS = (StopRun, ChangeSettings, NodeHello, NodeLeave, Join, RunOver, Refused,
 BATCH = 50
 LOOK_EVERY = 5000
 MAX_GROWTH_NBYTES = 64 << 20
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 
 VICTIM = ("node0/worker0", 7)  # a real member, whose state must not change
 OTHER = ("node0/worker1", 8)

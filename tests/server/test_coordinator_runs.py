@@ -16,8 +16,6 @@ from ..search import examples
 from .helpers import Lockstep, make_plan
 from .simulated_run import Faults, SimulatedRun
 
-pytestmark = pytest.mark.slow
-
 queues = st.lists(st.integers(1, 4), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) <= 17)
 periods = st.sampled_from([(1, 1), (2, 1), (8, 8), (8, 2), (12, 4), (16, 4)])
 lookaheads = st.sampled_from([0, 1, 1, 2, 5, 40])

@@ -11,8 +11,6 @@ from .failover_run import World
 from .failover_search import may_die, search, world_of
 from .helpers import make_plan
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(autouse=True)
 def quiet(monkeypatch) -> None:

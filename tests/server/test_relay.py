@@ -28,6 +28,7 @@ from lsgd.protocol.keys import KeyRing
 from lsgd.server.relay import GREET_WITHIN_S, MAX_STRANGERS, READ_NBYTES
 
 from ..integration.running import Cluster, Process, free_port, until
+from ..speed import scaled
 
 RUN = b"4f1d2a3b4c5d"
 
@@ -43,7 +44,7 @@ class Running:
     def ticket(self, source: int = 0, target: int = 1, generation: int = 3) -> Ticket:
         return Ticket(RUN, generation, source, target, of_target=False)
 
-    def meet(self, ticket: Ticket, secret: bytes | None = None, within_s: float = 20.0) -> socket.socket:
+    def meet(self, ticket: Ticket, secret: bytes | None = None, within_s: float = scaled(20.0)) -> socket.socket:
         """Return what a member gets that presents this ticket; TimeoutError: the other side does not come."""
 
         async def open_() -> socket.socket:

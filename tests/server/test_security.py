@@ -29,6 +29,7 @@ from lsgd.server.daemon import GUARD_EVERY_S
 from lsgd.watch.reader import Reader, ask
 
 from ..integration.running import Cluster, Process, until
+from ..speed import scaled
 from .helpers import greeting
 
 pytestmark = pytest.mark.usefixtures("patient")
@@ -202,7 +203,7 @@ def test_a_captured_conversation_says_nothing_when_it_is_played_again(cluster, r
     again = cluster.start_global("--keys", str(ring.folder), "--workers", "2")  # the same keys, another run
     with socket.create_connection(("127.0.0.1", int(cluster.address.rpartition(":")[2]))) as replay:
         replay.sendall(tap.said)
-        replay.settimeout(10)
+        replay.settimeout(scaled(10))
         with contextlib.suppress(ConnectionError):
             while replay.recv(4096):
                 pass  # until the server hangs up
@@ -289,7 +290,7 @@ def test_a_message_without_an_end_is_cut_before_it_fills_the_memory(cluster) -> 
     place = ("127.0.0.1", int(cluster.address.rpartition(":")[2]))
     with Connector(cluster.address, b"node0#1") as link, socket.create_connection(place) as endless:
         assert isinstance(answer(link, hello(0)), NodeWelcome)
-        endless.settimeout(20)
+        endless.settimeout(scaled(20))
         greeting_signature = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" * 32
         ready = b"\x05READY" + b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
         endless.sendall(greeting_signature + bytes([4, len(ready)]) + ready)

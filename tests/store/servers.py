@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ..integration.running import LIGHT, free_port, until
 from ..needs import to_install
+from ..speed import scaled
 
 PATH = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/sbin"
 BUCKET = "bucket"
@@ -80,7 +81,7 @@ class Server:
 
 def fetch(url: str, method: str = "GET", content: bytes | None = None) -> bytes:
     request = urllib.request.Request(url, content, {"Content-Type": "application/json"}, method=method)
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=scaled(10)) as answer:
         return bytes(answer.read())
 
 

@@ -23,8 +23,6 @@ from lsgd.store.objects import Store
 from lsgd.store.restore import restore
 from lsgd.store.upload import Uploads
 
-pytest.importorskip("huggingface_hub", reason="pip install huggingface_hub")
-
 COMMIT = "c" * 40
 TREE, FILE = "/api/models/user/repo/tree/main", "/user/repo/resolve/main/"
 

@@ -16,6 +16,7 @@ from lsgd.node.storing import Storing
 from lsgd.store.manifest import manifest_of
 
 from ..integration.running import until
+from ..speed import scaled
 from .servers import S3, Google, Link, Server, Sftp
 
 pytestmark = pytest.mark.slow
@@ -152,7 +153,7 @@ def test_signals_between_the_run_and_the_wait_for_the_store_end_nothing(tmp_path
     server = SimpleNamespace(url=lambda port, run: f"file://{tmp_path}/store/{run}", variables=lambda port: os.environ)
     (tmp_path / "matplotlib.py").write_text(BETWEEN)
     run = launch(tmp_path, server, 0, "--store", server.url(0, "run"), LSGD_ITERATIONS="20")
-    output, _ = run.communicate(timeout=90)
+    output, _ = run.communicate(timeout=scaled(90))
     assert run.returncode == 0, output
     assert f"[launch] SIGHUP: file://{tmp_path}/store/run gets the last files of this run first" in output
     assert f"[launch] SIGTERM: file://{tmp_path}/store/run gets the last files of this run first" in output
@@ -183,7 +184,7 @@ def test_a_machine_that_is_taken_away_leaves_what_another_one_resumes_from(serve
     one = launch(tmp_path / "one", server, link.port, "--store", url)
     until(lambda: any("/node0-worker0.safetensors.json" in name for name in server.names("spot")), "a checkpoint")
     one.send_signal(signal.SIGTERM)
-    output, _ = one.communicate(timeout=90)
+    output, _ = one.communicate(timeout=scaled(90))
     assert f"[launch] {url} has the results and the newest checkpoints" in output
     count = json.loads(server.get("spot", "result.json"))["count"]
     last = f"checkpoints/{next(n for n in server.names('spot') if f'/{count}/' in n).split('/')[1]}/{count}"
@@ -191,7 +192,7 @@ def test_a_machine_that_is_taken_away_leaves_what_another_one_resumes_from(serve
     assert server.get(f"model-{count}", "model.safetensors")
 
     two = launch(tmp_path / "two", server, link.port, "--resume", url, LSGD_ITERATIONS=str(count + 20))
-    output, _ = two.communicate(timeout=90)
+    output, _ = two.communicate(timeout=scaled(90))
     assert two.returncode == 0, output
     assert f"[store] node0-worker0: {count} iterations, 0.0 MB from {url}, checked" in output
     assert f"resumes after {count} iterations" in output and f"all {count + 20} iterations are done" in output

@@ -16,8 +16,7 @@ from lsgd.watch import curves
 from lsgd.watch.curves import LOGGERS, Curves, Point
 from lsgd.watch.reader import Batch, Reader
 
-from .test_metrics import OTHER, at, progress
-from .test_view import REPORT, WHO, order
+from .test_view import OTHER, REPORT, WHO, at, order, progress_of
 
 
 def batch(*told, first=1, **more):
@@ -34,7 +33,7 @@ def test_each_round_and_each_second_is_a_point_once() -> None:
                 order(1, {WHO: 0.25, OTHER: 0.75, "node0/worker2": None}),
                 RoundOrdered(2, "local", 0, WHO, 9, 2.0, {WHO: 0.5}),
                 RoundCompleted(1, 0.5, 100),
-                progress(12, at(WHO, 6, 1.0, 64), at(OTHER, 4, 2.0, 36), logged={"accuracy": 0.75}),
+                progress_of(12, at(WHO, 6, 1.0, 64), at(OTHER, 4, 2.0, 36), logged={"accuracy": 0.75}),
                 PeriodChosen(16, "measured", "why"),
             )
         )

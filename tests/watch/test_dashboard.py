@@ -32,9 +32,6 @@ from lsgd.watch.view import Totals
 from ..integration.running import DEADLINE_S, until
 from .test_view import REPORT
 
-pytest.importorskip("tornado")
-pytest.importorskip("plotly")
-pytest.importorskip("prometheus_client")
 BEGIN = 1.79e9
 
 

@@ -19,10 +19,8 @@ from lsgd.protocol.events import (
     RoundFailed,
     RoundOrdered,
     RunChanged,
-    RunProgress,
     WorkerChanged,
     WorkerJoined,
-    WorkerProgress,
 )
 from lsgd.server.roster import MemberState
 from lsgd.watch import metrics
@@ -31,19 +29,11 @@ from lsgd.watch.metrics import MAX_WORKERS, WORKER_STATES, exposition
 from lsgd.watch.reader import Batch
 
 from ..needs import needs
-from .test_view import REPORT, WHO, Bench, order
+from ..speed import scaled
+from .test_view import OTHER, REPORT, WHO, Bench, at, order, progress_of
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "prometheus"
-OTHER = "node0/worker1"
 promtool = needs("prometheus")
-
-
-def progress(count, *workers, **more):
-    return RunProgress(float(count), "running", "busy", "why", count, 1000, count / 1000, workers, **more)
-
-
-def at(name, done, spent_s=0.0, nbytes=0, state="live"):
-    return WorkerProgress(name, 0, state, done, 0.5, 0.25, spent_s, 2 * spent_s, 3 * spent_s, nbytes, nbytes // 2)
 
 
 def fed() -> Bench:
@@ -59,8 +49,8 @@ def fed() -> Bench:
         order(3),
         RoundFailed(3, "gone.silent", "why"),
         WorkerChanged(OTHER, "straggler", "evicted", "slow"),
-        progress(10, at(WHO, 6, 1.0, 64), at(OTHER, 4, state="straggler"), logged={"accuracy": 0.75}),
-        progress(12, at(WHO, 8, 2.0, 128), at(OTHER, 4, state="straggler"), logged={"accuracy": 0.75}),
+        progress_of(10, at(WHO, 6, 1.0, 64), at(OTHER, 4, state="straggler"), logged={"accuracy": 0.75}),
+        progress_of(12, at(WHO, 8, 2.0, 128), at(OTHER, 4, state="straggler"), logged={"accuracy": 0.75}),
     )
     return bench
 
@@ -112,9 +102,9 @@ def test_counters_never_fall_when_the_server_is_started_again() -> None:
     bench.view.take(Batch(connected=True, report=report, restarted=True))
     bench.seq = 0
     bench.tell(*(RoundOrdered(**{**entry, "losses": {}}) for entry in entries))  # a new stream begins with its rounds
-    bench.tell(progress(11, at(WHO, 7), at(OTHER, 4)))  # no heartbeat was heard yet
+    bench.tell(progress_of(11, at(WHO, 7), at(OTHER, 4)))  # no heartbeat was heard yet
     between = samples(bench.view)
-    bench.tell(progress(15, at(WHO, 11, 3.0, 200), at(OTHER, 4)), order(4), RoundCompleted(4, 0.25, 100))
+    bench.tell(progress_of(15, at(WHO, 11, 3.0, 200), at(OTHER, 4)), order(4), RoundCompleted(4, 0.25, 100))
     after = samples(bench.view)
     for name, *labels in before:
         if name.endswith(("_total", "_bucket", "_count", "_sum")):
@@ -128,20 +118,20 @@ def test_counters_never_fall_when_the_server_is_started_again() -> None:
 def test_who_leaves_because_the_run_ends_is_not_gone() -> None:
     bench = fed()
     bench.tell(RunChanged("stopping", "all_made", "all are made"), WorkerChanged(WHO, "left", "finished", "done"))
-    bench.tell(replace(progress(12), state="over"), WorkerChanged(OTHER, "left", "finished", "done"))
+    bench.tell(replace(progress_of(12), state="over"), WorkerChanged(OTHER, "left", "finished", "done"))
     assert bench.view.counters.departures == {("straggler", "evicted"): 1}
 
 
 def test_iterations_that_are_made_again_count_again() -> None:
     bench = fed()
-    bench.tell(Note("gone_back", "goes back"), progress(5, at(WHO, 8, 2.0)), progress(9, at(WHO, 8, 2.0)))
+    bench.tell(Note("gone_back", "goes back"), progress_of(5, at(WHO, 8, 2.0)), progress_of(9, at(WHO, 8, 2.0)))
     assert samples(bench.view)["lsgd_iterations_total",] == 16
     assert samples(bench.view)["lsgd_run_progress_ratio",] == 0.009
 
 
 def test_a_large_run_has_a_bounded_number_of_series() -> None:
     bench = Bench()
-    bench.tell(progress(1, *(at(f"node{n}/worker0", 1, 1.0, 8) for n in range(MAX_WORKERS + 100))))
+    bench.tell(progress_of(1, *(at(f"node{n}/worker0", 1, 1.0, 8) for n in range(MAX_WORKERS + 100))))
     bench.tell(*(WorkerChanged(WHO, "left", f"code{n}", "why") for n in range(3 * MAX_REASONS)))
     told = samples(bench.view)
     assert sum(key[0] == "lsgd_sent_bytes_total" for key in told) == MAX_WORKERS
@@ -174,7 +164,9 @@ def test_the_dashboard_and_the_alerts_name_metrics_that_there_are() -> None:
 @promtool
 def test_prometheus_finds_nothing_wrong_with_them() -> None:
     def check(*arguments, **options):
-        done = subprocess.run(["promtool", *arguments], capture_output=True, cwd=DEPLOYED, timeout=60, **options)
+        done = subprocess.run(
+            ["promtool", *arguments], capture_output=True, cwd=DEPLOYED, timeout=scaled(60), **options
+        )
         assert (done.returncode, done.stderr.decode()) == (0, ""), done.stdout
 
     check("check", "metrics", input=exposition(fed().view))
@@ -233,6 +225,6 @@ def test_alerts_fire_when_they_should_and_not_after_the_end(tmp_path) -> None:
     text = head + "\n".join(rows) + "\n    alert_rule_test:\n" + textwrap.indent("\n".join(tests), " " * 6) + "\n"
     (tmp_path / "tests.yml").write_text(text)
     done = subprocess.run(
-        ["promtool", "test", "rules", "tests.yml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        ["promtool", "test", "rules", "tests.yml"], cwd=tmp_path, capture_output=True, text=True, timeout=scaled(60)
     )
     assert done.returncode == 0, done.stdout + done.stderr

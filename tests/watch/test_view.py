@@ -29,6 +29,7 @@ REPORT = {
     "stream": {"epoch": "e", "last": 0},
 }
 WHO = "node0/worker0"
+OTHER = "node0/worker1"
 
 
 class Bench:
@@ -46,6 +47,14 @@ class Bench:
 
 def order(number, losses=None):
     return RoundOrdered(number, "global", -1, WHO, number * 8, float(number), losses or {WHO: 0.5})
+
+
+def progress_of(count, *workers, **more):
+    return RunProgress(float(count), "running", "busy", "why", count, 1000, count / 1000, workers, **more)
+
+
+def at(name, done, spent_s=0.0, nbytes=0, state="live"):
+    return WorkerProgress(name, 0, state, done, 0.5, 0.25, spent_s, 2 * spent_s, 3 * spent_s, nbytes, nbytes // 2)
 
 
 def progress(count, compute_s, sent=0, state="live"):

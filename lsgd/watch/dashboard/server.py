@@ -346,7 +346,8 @@ def _bind(host: str, port: int | None) -> tuple[list[socket.socket], str]:
     trouble = ""
     for each in (DEFAULT_PORT, 0) if port is None else (port,):
         try:
-            return bind_sockets(each, host), trouble and f" ({trouble})"
+            bound: list[socket.socket] = bind_sockets(each, host)
+            return bound, trouble and f" ({trouble})"
         except OSError as error:
             trouble = error.strerror or str(error)
             if error.errno == errno.EADDRINUSE:
