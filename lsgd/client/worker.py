@@ -128,7 +128,7 @@ class Worker:
         Args:
             model: any module with dense floating-point parameters; those that require gradients are exchanged.
             optimizer: the optimizer of these parameters, a wrapper with it as ``.optimizer``, or a list of them.
-            timeout_s: longest wait for the other workers.
+            timeout_s: longest wait for the local server, if it is there but busy, and for the other workers.
             checkpoint_dir: folder for this run's checkpoints. None: ``checkpoints`` in :attr:`run_dir`, if that is set.
             extra: objects to checkpoint by name, with ``state_dict`` and ``load_state_dict``, such as a GradScaler.
                 If the run resumes (``LSGD_RESUME``), this call restores them, like the model and the optimizers.
@@ -137,7 +137,7 @@ class Worker:
                 threads of one process. None: :func:`lsgd.client.control.identity.identify`.
 
         Raises:
-            JoinError: no local server answers within 5 s, the run refuses this worker, or ``timeout_s`` has passed.
+            JoinError: no local server is there within 5 s, the run refuses this worker, or ``timeout_s`` has passed.
             RunOverError: the run has ended, or is about to; if the script does not handle it, the process ends with
                 exit code 0.
             ConfigError: the model, an optimizer, a variable or a checkpoint cannot be used.
@@ -147,7 +147,7 @@ class Worker:
         log_to_stderr(logging.INFO if island.is_head else logging.WARNING)
         with on_error(island.close):
             optimizers = torch_optimizers(model, optimizer)
-            found = find_server(island, identity)
+            found = find_server(island, identity, timeout_s)
             with on_error(found.close):
                 identity = found.identity
                 if checkpoint_dir is None and identity.run_dir is not None:

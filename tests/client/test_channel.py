@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lsgd.client.control import channel as module
-from lsgd.client.control.channel import SAY_EVERY_S, Channel, Clock
+from lsgd.client.control.channel import SAY_EVERY_S, Channel, Clock, Notice
 from lsgd.errors import EvictedError, ExchangeError, JoinError, RunOverError, ServerLostError
 from lsgd.protocol.messages import (
     Done,
@@ -185,6 +185,30 @@ def test_the_reason_to_wait_is_said_as_long_as_the_local_server_repeats_it(world
         f"waits for {seconds:g} s: the next round waits for node1/worker3"
         for seconds in (SAY_EVERY_S, 2 * SAY_EVERY_S, 30)
     ]
+
+
+class Rounds(World):
+    """Its server answers each question with a round, half a second later, and a repeated one also with a reason."""
+
+    def send(self, frames: list[bytes]) -> bool:
+        known = {m.seq for _, m in self.got if isinstance(m, Request)}
+        for message in map(decode, frames):
+            if isinstance(message, Request) and message.seq in known:
+                self.at(self.seconds, Waiting(message.seq, "it waits for node1/worker0 in mean()"))
+            elif isinstance(message, Request):
+                known.add(message.seq)
+                self.at(self.seconds + 0.5, Go(message.seq, None, 0.0))
+        return super().send(frames)
+
+
+def test_a_wait_with_rounds_in_it_says_every_ten_seconds_for_whom(caplog) -> None:
+    world, notice = Rounds(), Notice()
+    for seq in range(1, 100):
+        world.ask(seq, notice=notice)
+    assert world.seconds > 25.0
+    said = [text for text in caplog.messages if text.startswith("waits for ")]
+    assert len(said) >= world.seconds // SAY_EVERY_S - 1
+    assert all(re.fullmatch(r"waits for \d+ s: it waits for node1/worker0 in mean\(\)", text) for text in said)
 
 
 def test_what_an_earlier_question_waited_for_is_no_reason(world, caplog) -> None:

@@ -5,6 +5,7 @@ import functools
 import os
 import random
 import resource
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,74 @@ def test_a_state_comes_back_as_it_was(tmp_path: Path, state: object) -> None:
     assert repr(read(path, "m", "")) == repr(state)  # NaN is not equal to itself
 
 
+class Quantized(torch.Tensor):
+    """A state in 8 bits that, like torchao's, allows few operations."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, dtype):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=dtype)
+
+    def __init__(self, codes, scale, dtype) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], [self.dtype]
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, context, shape=None, strides=None):
+        return cls(parts["codes"], parts["scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func is torch.ops.aten._to_copy.default:
+            (x,) = args
+            return cls(x.codes.clone(), x.scale.clone(), x.dtype)
+        raise NotImplementedError(f"unimplemented: {func}")
+
+    def __repr__(self) -> str:
+        return f"Quantized({self.codes}, {self.scale}, {self.dtype})"
+
+
+class Closed(Quantized):
+    """One that cannot be taken apart."""
+
+    def __tensor_flatten__(self):
+        raise NotImplementedError("not yet")
+
+
+class Refusing(torch.Tensor):
+    """One that refuses all operations."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.detach:
+            raise NotImplementedError("no detach")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def quantized(kind=Quantized):
+    return kind(torch.arange(6, dtype=torch.uint8).view(2, 3), torch.tensor([0.5]), torch.bfloat16)
+
+
+def test_a_tensor_that_wraps_others_is_saved_by_its_own_means(tmp_path: Path) -> None:
+    state = {"a": [quantized()], "b": quantized().codes}
+    packed = pack(state)
+    state["a"][0].codes.zero_()
+    back = read(write(tmp_path, RUN, 7, WORKER, packed, ABOUT), "m", "")
+    assert repr(back) == repr({"a": [quantized()], "b": quantized().codes})
+    assert all(type(x) is torch.Tensor for x in packed.tensors.values())
+
+
+def test_only_a_class_that_the_script_has_imported_is_made(tmp_path: Path, monkeypatch) -> None:
+    path = write(tmp_path, RUN, 7, WORKER, pack([quantized()]), ABOUT)
+    for module, kind in ((__name__, None), (__name__, os.system)):
+        monkeypatch.setattr(sys.modules[module], "Quantized", kind)
+        with pytest.raises(ConfigError, match=f"{path} cannot be used: it has a Quantized of {module}: import"):
+            read(path, "m", "")
+
+
 def test_what_is_packed_is_a_copy() -> None:
     x = torch.zeros(3)
     packed = pack([x])
@@ -60,6 +129,8 @@ def test_what_is_packed_is_a_copy() -> None:
     [
         ({"a": [1, object()]}, "a/1 is a object"),
         ({"a": {1.5: 2}}, "a has a key that is a float"),
+        ({"a": quantized(Closed)}, r"a is a Closed, which cannot be taken apart \(not yet\)"),
+        ({"a": [torch.ones(2).as_subclass(Refusing)]}, r"a/0 is a Refusing that cannot be copied \(no detach\)"),
         ({"a": torch.ones(1, dtype=torch.complex128)}, r"a is a Tensor of torch\.complex128"),
     ],
 )
@@ -478,3 +549,9 @@ def test_a_state_that_no_file_can_hold_is_a_warning(tmp_path: Path, caplog) -> N
     checkpoints = started(model, tmp_path, optimizer)
     assert checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3) is None
     assert "no checkpoint is written: optimizers/0/param_groups/0/why is a object" in caplog.text
+    optimizer.state_dict = lambda: torch.ones(2).dequantize().missing
+    assert checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3) is None
+    assert "optimizers/0 is a SGD, whose state_dict() has failed (AttributeError: " in caplog.text
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.weight]["momentum_buffer"] = quantized()
+    assert started(model, tmp_path, optimizer).take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3)

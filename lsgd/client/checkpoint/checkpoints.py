@@ -20,7 +20,18 @@ from torch.utils import _pytree
 
 from lsgd.algorithms import Algorithm
 from lsgd.algorithms.base import all_finite
-from lsgd.client.checkpoint.file import DamagedError, Packed, from_bytes, pack, read, sweep, to_bytes, unpack, write
+from lsgd.client.checkpoint.file import (
+    DamagedError,
+    Packed,
+    Unsaved,
+    from_bytes,
+    pack,
+    read,
+    sweep,
+    to_bytes,
+    unpack,
+    write,
+)
 from lsgd.client.checkpoint.reshard import Resharding, layout_of
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError, NonFiniteError
@@ -357,7 +368,10 @@ class Checkpoints:
         )
 
     def take(self, count: int, algorithm: Algorithm, losses: Sequence[float], done: int) -> Snapshot | None:
-        """Copy the current state, for :meth:`save`; None if the model is not finite, or there is no folder."""
+        """Copy the current state, for :meth:`save`; None if it cannot be saved, or there is no folder.
+
+        It cannot if the model is not finite, or if an optimizer or an extra has what no file holds; a warning says so.
+        """
         if self.folder is None:
             return None
         noted = self._positions_now() if self._noted is None else self._noted
@@ -365,7 +379,7 @@ class Checkpoints:
             "loaders": [position for loader, position in noted if loader() is not None],
             "random": _random_state(next(self._model.parameters()).device),
             "losses": list(losses),
-            "extra": self._saved_extra | {name: thing.state_dict() for name, thing in self._extra.items()},
+            "extra": self._saved_extra | {name: _state_of(thing) for name, thing in self._extra.items()},
         }
         broken, others = self._look(own)
         if not self._check_finite(count, broken):
@@ -373,7 +387,7 @@ class Checkpoints:
         state = {
             **own,
             "model": dict(self._tensors()),
-            "optimizers": local_state([optimizer.state_dict() for optimizer in self._optimizers]),
+            "optimizers": local_state([_state_of(optimizer) for optimizer in self._optimizers]),
             "optimizer_kinds": [type(optimizer).__name__ for optimizer in self._optimizers],
             "algorithm": {"settings": table_of(algorithm.settings), "state": algorithm.state_dict()},
             "iterations": self.iterations + done,
@@ -390,7 +404,7 @@ class Checkpoints:
         except TypeError as error:
             logger.warning(
                 "no checkpoint is written: %s, and a checkpoint holds numbers, texts, and tensors in the dtypes of "
-                "safetensors only",
+                "safetensors only; training continues, and the model can be saved, but a resume begins anew",
                 error,
             )
             return None
@@ -462,6 +476,14 @@ def _load(thing: Stateful, state: dict[str, Any]) -> None:
 def _check_stateful(name: str, thing: object) -> None:
     if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
         raise ConfigError(f"extra[{name!r}] is a {type(thing).__name__}, without state_dict()")
+
+
+def _state_of(thing: Any) -> Any:
+    """Return the state of the script's own object; if it has none now, what :func:`pack` refuses, with the reason."""
+    try:
+        return thing.state_dict()
+    except Exception as error:  # it may raise anything, and a checkpoint never ends a training
+        return Unsaved(f"{type(thing).__name__}, whose state_dict() has failed ({type(error).__name__}: {error})")
 
 
 def _origins(folder: Path, process: str) -> list[Origin]:

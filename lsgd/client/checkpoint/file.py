@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import secrets
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -34,6 +35,13 @@ class DamagedError(ConfigError):
 
 
 @dataclass(frozen=True)
+class Unsaved:
+    """What stands in a state for something that cannot be saved."""
+
+    what: str
+
+
+@dataclass(frozen=True)
 class Packed:
     """A state as copies of its tensors on the CPU, by path, and JSON text with these paths in the tensors' places."""
 
@@ -52,7 +60,9 @@ def holds(dtype: torch.dtype) -> bool:
 
 
 def pack(state: Any) -> Packed:
-    """Return a copy of a state: dicts, lists, tuples, tensors, texts, numbers, true, false and None.
+    """Return a copy of a state: dicts, lists, tuples, tensors, dtypes, texts, numbers, true, false and None.
+
+    A subclass of Tensor that wraps others, such as a state in 8 bits, is taken apart by ``__tensor_flatten__``.
 
     Raises:
         TypeError: it contains something else, or a tensor in a dtype that no file holds; the message says where.
@@ -144,6 +154,8 @@ def read(path: Path, model: str, model_summary: str, key: str = "model") -> Any:
         )
     try:
         return unpack(Packed(tensors, about["state"]))
+    except ConfigError as error:
+        raise ConfigError(f"the checkpoint {path} cannot be used: {error}") from None
     except (KeyError, ValueError) as error:
         raise _damaged(path, error) from None
 
@@ -175,10 +187,14 @@ def _damaged(path: Path, error: Exception) -> DamagedError:
 
 def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     match value:
+        case Tensor() if hasattr(value, "__tensor_flatten__"):
+            return {"subclass": _pack_subclass(value, path, tensors)}
         case Tensor() if holds(value.dtype):
             name = path if path not in tensors else f"{path}#{len(tensors)}"
-            tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+            tensors[name] = _copied(value, path)
             return {"tensor": name}
+        case torch.dtype():
+            return {"dtype": str(value).removeprefix("torch.")}
         case dict():
             kind = "counter" if isinstance(value, Counter) else "dict"  # MultiStepLR has one
             return {kind: [[_key(k, path), _pack(v, _join(path, k), tensors)] for k, v in value.items()]}
@@ -188,8 +204,43 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
             return [_pack(v, _join(path, i), tensors) for i, v in enumerate(value)]
         case None | bool() | int() | float() | str():
             return value
+        case Unsaved():
+            raise TypeError(f"{path} is a {value.what}")
     kind = f" of {value.dtype}" if isinstance(value, Tensor) else ""
     raise TypeError(f"{path} is a {type(value).__name__}{kind}")
+
+
+def _pack_subclass(value: Any, path: str, tensors: dict[str, Tensor]) -> list[Any]:
+    """Take a tensor apart by its own means: the tensors in it, and what else makes it, as torch.compile does."""
+    kind = type(value)
+    try:
+        names, context = value.__tensor_flatten__()
+        parts = {name: getattr(value, name) for name in names}
+        shape = list(value.shape), list(value.stride())
+    except Exception as error:  # another library's code
+        raise TypeError(f"{path} is a {kind.__name__}, which cannot be taken apart ({error})") from error
+    inner = _pack(parts, path, tensors), _pack(context, path, tensors)
+    return [kind.__module__, kind.__qualname__, *inner, *shape]
+
+
+def _unpack_subclass(saved: list[Any], tensors: dict[str, Tensor]) -> Any:
+    """Put a tensor together; only a class that the script has imported can do that, since a file may name any."""
+    module, kind, parts, context, shape, strides = saved
+    found: Any = sys.modules.get(module)
+    for name in kind.split("."):
+        found = getattr(found, name, None)
+    if not (isinstance(found, type) and issubclass(found, Tensor) and hasattr(found, "__tensor_unflatten__")):
+        raise ConfigError(f"it has a {kind} of {module}: import {module} before Worker.join")
+    inner = _unpack(parts, tensors), _unpack(context, tensors)
+    return found.__tensor_unflatten__(*inner, torch.Size(shape), tuple(strides))
+
+
+def _copied(x: Tensor, path: str) -> Tensor:
+    """Return a plain copy on the CPU."""
+    try:
+        return x.detach().to("cpu", copy=True).contiguous().as_subclass(Tensor)
+    except Exception as error:  # a class of tensors may refuse any operation
+        raise TypeError(f"{path} is a {type(x).__name__} that cannot be copied ({error})") from error
 
 
 def _key(key: Any, path: str) -> str | int:
@@ -202,6 +253,10 @@ def _unpack(value: Any, tensors: dict[str, Tensor]) -> Any:
     match value:
         case {"tensor": name}:
             return tensors[name]
+        case {"subclass": saved}:
+            return _unpack_subclass(saved, tensors)
+        case {"dtype": name}:
+            return getattr(torch, name)
         case {"dict": items}:
             return {key: _unpack(item, tensors) for key, item in items}
         case {"counter": items}:

@@ -69,6 +69,14 @@ class Expected:
 
 
 @dataclass(eq=False)
+class Notice:
+    """When a wait began, and was last said; it may go on over several questions, with rounds between them."""
+
+    began_at: float = -math.inf
+    said_at: float = -math.inf
+
+
+@dataclass(eq=False)
 class _Question:
     """Messages that are sent every second until an answer comes; the fields are those of :meth:`Channel.ask`."""
 
@@ -78,8 +86,8 @@ class _Question:
     silence_s: float | None
     generation: int | None
     asked_at: float
+    notice: Notice
     sent_at: float = -math.inf
-    said_at: float = 0.0
 
 
 class Clock:
@@ -213,6 +221,7 @@ class Channel:
         silence_s: float | None = None,
         generation: int | None = None,
         before: Sequence[Message] = (),
+        notice: Notice | None = None,
     ) -> Any:
         """Send ``message`` every second until its answer arrives, and return the answer.
 
@@ -225,6 +234,7 @@ class Channel:
                 two limits.
             generation: give up when this generation is over.
             before: sent before ``message`` each time.
+            notice: of the wait that this question continues; None: the wait begins now.
 
         Raises:
             JoinError: the servers refuse this worker; EvictedError: it is no longer in the run; RunOverError: it
@@ -235,7 +245,10 @@ class Channel:
         expected = answer if isinstance(answer, Expected) else self.expect(answer)
         now = self._clock.now()
         frames = [encode(each) for each in (*before, message)]
-        question = _Question(frames, what, timeout_s, silence_s, generation, now, said_at=now)
+        notice = notice or Notice()
+        if notice.began_at == -math.inf:
+            notice.began_at = notice.said_at = now
+        question = _Question(frames, what, timeout_s, silence_s, generation, now, notice)
         with self._changed:
             self._heard_at = max(self._heard_at, now)
             self._global_heard_at = max(self._global_heard_at, now)
@@ -263,14 +276,16 @@ class Channel:
 
     def _repeat(self, question: _Question) -> None:
         """Send a question again, and say what it waits for, when that is due."""
-        now = self._clock.now()
+        now, notice = self._clock.now(), question.notice
+        due = now - notice.said_at >= SAY_EVERY_S
         if now - question.sent_at >= RESEND_S:
-            for frame in question.frames:
+            again = due and not self._waits_for  # twice: only a repeated question is told what it waits for
+            for frame in [*question.frames, *question.frames] if again else question.frames:
                 self.put(frame)
             question.sent_at = now
-        if now - question.said_at >= SAY_EVERY_S:
-            logger.warning("%s for %.0f s: %s", question.what, now - question.asked_at, self._awaited(now))
-            question.said_at = now
+        if due and (self._waits_for or now - question.asked_at >= 2 * RESEND_S):
+            logger.warning("%s for %.0f s: %s", question.what, now - notice.began_at, self._awaited(now))
+            notice.said_at = now
 
     def _awaited(self, now: float) -> str:
         """Return the reason to wait: what the local server last said, unless it has fallen silent."""

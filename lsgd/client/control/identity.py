@@ -1,6 +1,5 @@
 """Who and where this worker is, from lsgd's variables, else torchrun's, else Slurm's; and on which address."""
 
-import importlib.metadata
 import os
 import secrets
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
 from lsgd.codecs import CODECS
 from lsgd.errors import ConfigError
@@ -86,7 +86,7 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return {
-        "lsgd": importlib.metadata.version("lsgd"),
+        "lsgd": __version__,
         "torch": torch.__version__.partition("+")[0],
         "cuda": torch.version.cuda or "",
         "nccl": nccl,

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
@@ -11,11 +12,11 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
-from lsgd.client.control.channel import Channel
+from lsgd.client.control.channel import Channel, Message
 from lsgd.client.control.closing import set_exit_codes
 from lsgd.client.control.identity import Identity, Interface, gpu_name, identify, interface_towards, versions
 from lsgd.client.control.island import FollowerChannel, Island
-from lsgd.client.control.solo import Solo, is_alone, launch_line
+from lsgd.client.control.solo import Solo, is_alone, launch_line, listens
 from lsgd.errors import ConfigError, EvictedError, ExchangeError, JoinError, RunOverError, ServerLostError
 from lsgd.flat import describe
 from lsgd.plan.plan import Plan
@@ -37,10 +38,10 @@ from lsgd.protocol.routes import has_address
 logger = logging.getLogger("lsgd")
 
 FIND_WITHIN_S = 3.5
-"""How long a join looks for the local server, in seconds; giving up takes one more."""
+"""How long a join looks for the local server, in seconds, unless that is there but busy; giving up takes one more."""
 
 SILENCE_S = 20.0
-"""How long the servers may be silent in a join after that, in seconds."""
+"""How long a local server may be silent in a join, in seconds, until the worker looks whether it is still there."""
 
 LEAVE_WITHIN_S = 3.0
 """How long a leaving worker waits for the servers to acknowledge, in seconds."""
@@ -107,9 +108,10 @@ class Found:
             self.servers.close()
 
 
-def find_server(island: Island, identity: Identity | None) -> Found:
+def find_server(island: Island, identity: Identity | None, timeout_s: float) -> Found:
     """Find this machine's local server, or start servers of this process; None: identify this worker first.
 
+    A server that is there and does not answer, because it or its machine is busy, is waited for up to ``timeout_s``.
     All processes of an island call this. The head connects, the others go through it. Raises as ``Worker.join``.
     """
     with contextlib.ExitStack() as opened:
@@ -120,7 +122,7 @@ def find_server(island: Island, identity: Identity | None) -> Found:
             found = identity or identify()
             servers, channel = _connect(found, opened, alone=identity is None and is_alone(os.environ))
             island.connect(channel)
-            return found, _hello(channel, found)
+            return found, _hello(channel, found, timeout_s)
 
         found, here = island.share("joins", find)
         opened.pop_all()
@@ -262,12 +264,28 @@ def log_to_stderr(level: int = logging.INFO) -> None:
     logger.setLevel(level)
 
 
-def _hello(channel: Channel, identity: Identity) -> WorkerHelloReply:
+def _ask(channel: Channel, message: Message, answer: type, what: str, timeout_s: float) -> Any:
+    """Ask, for up to ``timeout_s``, a local server that may be silent for as long as it is there."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline_s - time.monotonic()
+        try:
+            return channel.ask(message, lambda m: isinstance(m, answer), what=what, timeout_s=max(0.0, left_s))
+        except ServerLostError as error:
+            if channel.given_up or not listens(channel.address):
+                raise
+            channel.silence_s = SILENCE_S
+            words = "%s; it is there, so this worker asks again for %.0f s"
+            logger.warning(words, str(error).partition("; ")[0], max(0.0, deadline_s - time.monotonic()))
+
+
+def _hello(channel: Channel, identity: Identity, timeout_s: float) -> WorkerHelloReply:
     where = WorkerHello(PROTOCOL, identity.incarnation, os.getpid(), pid_namespace())
     try:
-        here: WorkerHelloReply = channel.ask(
-            where, lambda m: isinstance(m, WorkerHelloReply), what="looking for the local server"
-        )
+        what = "looking for the local server"
+        here: WorkerHelloReply = _ask(channel, where, WorkerHelloReply, what, timeout_s)
+    except ExchangeError as error:
+        raise JoinError(str(error)) from None
     except ServerLostError:
         raise JoinError(
             f"no local server answers at {channel.address}; start the script with its servers: {launch_line()}; or "
@@ -285,7 +303,7 @@ def _welcome(channel: Channel, join: Join, timeout_s: float, shards: int) -> tup
     channel.start_heartbeat(join.worker)
     what = f"{join.worker} waits to join"
     try:
-        welcome: Welcome = channel.ask(join, lambda m: isinstance(m, Welcome), what=what, timeout_s=timeout_s)
+        welcome: Welcome = _ask(channel, join, Welcome, what, timeout_s)
     except (ServerLostError, ExchangeError) as error:
         raise JoinError(str(error)) from None
     try:

@@ -1,5 +1,6 @@
 """A script that was started without servers runs alone, as one worker. Threads of its process serve the run."""
 
+import errno
 import logging
 import secrets
 import shlex
@@ -88,7 +89,7 @@ def is_alone(environ: Mapping[str, str]) -> bool:
         raise ConfigError(f"the variable LSGD_SOLO = {solo!r} is neither 1 (run alone) nor 0 (never do)")
     if solo == "0" or environ.get("LSGD_LOCAL"):
         return False
-    return bool(solo) or not (any(name in environ for name in INDEX_VARIABLES) or _listens(default_local_address()))
+    return bool(solo) or not (any(name in environ for name in INDEX_VARIABLES) or listens(default_local_address()))
 
 
 def launch_line() -> str:
@@ -97,10 +98,11 @@ def launch_line() -> str:
     return f"lsgd launch -- python {shlex.join(script)}"
 
 
-def _listens(address: str) -> bool:
+def listens(address: str) -> bool:
+    """Return whether a process listens at a Unix socket, ``ipc://path``, even one that accepts no connection now."""
     with socket.socket(socket.AF_UNIX) as probe, suppress(OSError):
-        probe.connect(address.removeprefix("ipc://"))
-        return True
+        probe.setblocking(False)
+        return probe.connect_ex(address.removeprefix("ipc://")) in (0, errno.EAGAIN)
     return False
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lsgd.client.control.channel import Expected
+from lsgd.client.control.channel import Expected, Notice
 from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.replica import Look
 from lsgd.client.iteration.reports import ElectionInput, Stopwatch
@@ -203,6 +203,7 @@ class GrantClient:
         self._held = GrantedIterations(membership.plan.run.lookahead)
         self._ahead: Expected | None = None  # the answer to the request for more
         self._last = False  # requests are for a round only, without an iteration
+        self._notice = Notice()  # of the wait in these requests
         self._finished = False  # and for the last round only
         self._calls = 0  # that all workers make together
         self._numbers: dict[str, float] | None = None  # of the call that waits; None: no call does
@@ -277,6 +278,8 @@ class GrantClient:
     def want_only_round(self, *, finished: bool = False) -> None:
         """Give back all grants; the next request is only for a round: the next one, or the run's last if finished."""
         self._give_all_back()
+        if not self._last:
+            self._notice = Notice()
         self.granted, self._last, self._finished = False, True, finished
 
     def decline(self) -> None:
@@ -374,6 +377,7 @@ class GrantClient:
                 what=f"{self._who[0]} waits for {self._awaited}",
                 silence_s=silence_s,
                 timeout_s=self.wait_s if self._last else None,
+                notice=self._notice if self._last else None,
             )
         return answer
 
