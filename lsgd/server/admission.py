@@ -56,7 +56,6 @@ def _admit(state: RunState, join: Join) -> None:
     if not state.roster.members:
         state.few_since = state.now
     state.roster.add(member)
-    state.changes += 1
     state.note(Why.JOINS(worker=join.worker, address=join.address, joined=state.joined()))
     _welcome(state, [member])
 
@@ -84,7 +83,7 @@ def _welcome(state: RunState, members: list[Member]) -> None:
     for member in members:
         warnings = tuple(warned for _, warned in differences(member.join, first) if warned)
         if member.began < 0:
-            member.began = _place_in_loop(state, member, everybody)
+            state.roster.welcome(member, _place_in_loop(state, member, everybody))
         more = state.certificate, state.relay, state.relay_secret, state.first, member.began
         state.answer(member, Welcome(state.run, state.plan.to_json(), ranks[member], size, warnings, *more))
 
@@ -122,10 +121,9 @@ def refuse(state: RunState, member: Member, reason: Reason) -> None:
 
 def node_leaves(state: RunState, node: int, reason: Reason) -> None:
     """Let the members of a node leave."""
-    state.changes += 1
     state.announced.pop(node, None)
     for member in [m for m in state.roster.members.values() if m.join.node == node]:
-        member.leaving = reason
+        state.roster.dismiss(member, reason)
         if member.state in (MemberState.HELD, MemberState.CUT, MemberState.FINISHED, MemberState.PAUSED):
             answers.dismiss(state, member)
         answers.recall(state, [member])
@@ -171,7 +169,6 @@ def remove(state: RunState, member: Member, reason: Reason) -> None:
     endings.settle(state, member, member.done)
     in_generation = member.rank >= 0 and member.state is not MemberState.ENDED
     state.roster.remove(member, reason)
-    state.changes += 1
     state.few_since = state.now
     state.note(Why.LEAVES(worker=member.worker, reason=reason, done=member.done))
     endings.left_round(state, member, Why.GONE, reason=reason)

@@ -12,6 +12,7 @@ from lsgd.means import mean_of_finite
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Go, Round, Stop
+from lsgd.server.changes import Changes
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, NodeQueue, OpenRound, elect, finite
 
@@ -165,6 +166,7 @@ class RoundBook:
         averages: whether the next global round begins a phase anew, so that models which differ are averaged first.
 
     Attributes:
+        changes: counts the rounds that are ordered, completed or failed.
         open: rounds that some members have not completed, by id.
         fresh: whether no round of the generation has been ordered yet.
         elections: the last rounds.
@@ -182,6 +184,7 @@ class RoundBook:
         *,
         averages: bool = False,
     ) -> None:
+        self.changes = Changes()
         self.ordered = dict(ordered or {"local": 0, "global": 0})
         self.failures, self.final = failures, final
         self.skipped, self.known, self.averages = skipped, known, averages
@@ -202,7 +205,9 @@ class RoundBook:
 
     def skip_to(self, round_id: int) -> None:
         """Use no id up to that of a round which another server has ordered, and this one knows nothing of."""
-        self.skipped += max(0, min(round_id, self.next_id + MOST_SKIPPED) + 1 - self.next_id)
+        if (more := min(round_id, self.next_id + MOST_SKIPPED) + 1 - self.next_id) > 0:
+            self.skipped += more
+            self.changes.add()
 
     @property
     def hopeless(self) -> bool:
@@ -239,6 +244,7 @@ class RoundBook:
     def order(self, order: Round, members: Iterable[Member], now: float) -> None:
         """Open a round of ``members``."""
         assert order.scope == "local" or not self.open
+        self.changes.add()
         opened = OpenRound(order, set(members), now)
         self.open[order.id] = opened
         self.ordered[order.scope] += 1
@@ -267,6 +273,7 @@ class RoundBook:
         opened.waiting.remove(member)
         opened.add_sent(member, sent_nbytes)
         if not opened.waiting:
+            self.changes.add()
             del self.open[round_id]
             if opened.round.scope == "global":
                 self.failures, self.averages = 0, False
@@ -277,6 +284,7 @@ class RoundBook:
 
     def fail(self, opened: OpenRound, *, counts: bool) -> None:
         """Close a failed round; ``counts``: it is the first of its generation to fail."""
+        self.changes.add()
         del self.open[opened.round.id]
         for member in opened.waiting:
             member.round = None

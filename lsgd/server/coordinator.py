@@ -66,7 +66,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server import admission, answers, endings, meeting, scheduler, succession
 from lsgd.server.reasons import NO_REASON, Why
-from lsgd.server.roster import Member, MemberState, finite
+from lsgd.server.roster import Member, MemberState
 from lsgd.server.state import UNSAID, Decision, RunState
 from lsgd.server.succession import Outcome
 from lsgd.settings import changed, fields
@@ -138,10 +138,9 @@ class Coordinator:
         if fixed := next((name for name in others if name in fields(RunSettings)), ""):
             raise ConfigError(f"{fixed} cannot be changed during a run; stop it, and resume it with another {fixed}")
         run = changed(state.plan.run, length)
-        state.course.next_algorithm = changed(state.course.next_algorithm, others, LENGTH_SETTINGS)
+        state.course.change(others)
         state.plan = replace(state.plan, run=run)
         state.ledger.shorten(run.iterations or math.inf, state.roster.members.values())
-        state.changes += 1
         state.happened(SettingsChanged(dict(changes)))
         for name, text in changes.items():
             state.note(Why.CHANGED(name=name, text=text))
@@ -166,7 +165,6 @@ class Coordinator:
                 case Outcome.GO_ON:
                     state.terms = (*state.terms, Term(theirs.number + 1, mine.node))
                     state.beaten += (theirs,)
-                    state.changes += 1
                     state.note(Why.BEATS(term=state.terms[-1].number, **words))
         return self._decide()
 
@@ -201,7 +199,6 @@ class Coordinator:
         if member is None and not state.closed:
             member = state.roster.take_back(message.worker, message.incarnation)
             if member is not None:
-                state.changes += 1
                 state.note(Why.BACK(worker=member.worker, model=member.model))
         return member
 
@@ -265,15 +262,10 @@ class Coordinator:
         endings.settle(state, member, request.done)
         endings.committed(state, member, request.committed, lacking=request.lacking)
         endings.left_round(state, member, Why.PASSED_OVER)
-        member.seq, member.answer, member.last = request.seq, None, request.last
-        state.changes += request.last
-        member.finished, member.steps = request.finished, request.steps
-        member.call, member.numbers = request.call, request.numbers
-        member.loss, member.rate = request.loss, finite(request.rate)
+        state.roster.asks(member, request)
         member.held_at = state.moved_at = state.now
         if member.state is MemberState.PAUSED or member.state is MemberState.STRAGGLER:
             state.ledger.released = True
-            state.changes += 1
         cut = state.links.bars(member.worker, state.now)
         barred = state.links.words(member.worker, state.now) if cut else NO_REASON
         state.roster.move(member, MemberState.CUT if cut else MemberState.HELD, barred)
@@ -305,20 +297,16 @@ class Coordinator:
         if steps_aside and pause.seq >= member.seq:
             if pause.seq > member.seq:  # this server was restarted after it had answered that request
                 member.seq, member.answer = pause.seq, None
-            self.state.changes += 1
             endings.settle(self.state, member, pause.done)
             endings.committed(self.state, member, pause.committed)
             endings.left_round(self.state, member, Why.PAUSED)
             self.state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
         if member.call and pause.seq >= member.seq:  # it was interrupted there
-            self.state.changes += 1
-            meeting.leave(member)
+            self.state.roster.goes_on(member)
         self.state.answer(member, Paused(pause.seq))
 
     def _check_data(self, member: Member, digest: str) -> None:
-        digests = self.state.roster.digests
-        self.state.changes += digest not in digests
-        other = digests.setdefault(digest, member)
+        other = self.state.roster.first_with(digest, member)
         if other is member:
             return
         reason = Why.SAME_BATCHES(worker=member.worker, other=other.worker)

@@ -4,7 +4,7 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -12,8 +12,10 @@ from typing import Any
 
 from lsgd.algorithms.common import LONGEST_DELAY, Exchange, best_schedule, period_cost, periods
 from lsgd.plan.plan import Phase, table_of
+from lsgd.plan.run import LENGTH_SETTINGS
+from lsgd.server.changes import Changes
 from lsgd.server.reasons import Reason, Why
-from lsgd.settings import AlgorithmSettings
+from lsgd.settings import AlgorithmSettings, changed
 
 SAMPLES = 5
 """How many of the last times the median is taken of, so that two outliers change nothing."""
@@ -147,6 +149,7 @@ class Course:
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
+        self.changes = Changes()
         self.phases = phases
         self.ends = [*accumulate(phase.iterations for phase in phases[:-1]), math.inf]
         algorithm = phases[0].algorithm
@@ -154,8 +157,18 @@ class Course:
 
     def begin(self, stretch: Stretch) -> None:
         """Follow a stretch from now on."""
+        self.changes.add()
         self.number, self.next_algorithm, self.algorithm = stretch.number, stretch.planned, stretch.algorithm
         self.schedule, self.pace, self.why = stretch.algorithm.schedule(), stretch.pace, stretch.why
+
+    def change(self, changes: Mapping[str, str]) -> None:
+        """Change settings of the algorithm, all or none, from the next global round on.
+
+        Raises:
+            ConfigError: there is no such setting, or a value is wrong.
+        """
+        self.next_algorithm = changed(self.next_algorithm, changes, LENGTH_SETTINGS)
+        self.changes.add()
 
     def following(
         self,
@@ -204,6 +217,7 @@ class Course:
             self.number -= 1
         if self.number == before:
             return False
+        self.changes.add()
         self.next_algorithm = self.phases[self.number].algorithm
         self.pace = Pace()
         return True

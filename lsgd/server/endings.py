@@ -25,7 +25,6 @@ def stop(state: RunState, reason: Reason) -> None:
     if not state.stopping:
         call_back(state)
         state.stopping = reason
-        state.changes += 1
         state.ledger.withdraw()
         state.links.relent(state.now)
         answers.recall(state, state.ledger.lent)
@@ -41,7 +40,6 @@ def hold_again(state: RunState, members: Iterable[Member]) -> None:
     """Hold the requests of members that were outside rounds."""
     for member in members:
         member.held_at = state.now
-        state.changes += 1
         state.roster.move(member, MemberState.HELD)
 
 
@@ -58,7 +56,6 @@ def fail(state: RunState, reason: Reason) -> None:
 def close(state: RunState) -> None:
     """From now on, answer every request with the end."""
     state.closed_at = state.now
-    state.changes += 1
     for member in state.roster.within(MemberState.HELD, MemberState.CUT):
         answers.dismiss(state, member)
 
@@ -91,7 +88,6 @@ def committed(
         state.roster.move(member, MemberState.ENDED)
     if opened.waiting:
         return
-    state.changes += 1
     took_s = None if opened.opened_at is None else state.now - opened.opened_at
     state.happened(RoundCompleted(round_id, took_s, opened.sent_nbytes))
     if opened.round.scope == "global":
@@ -108,7 +104,6 @@ def found(state: RunState, member: Member, round_id: int, missed: Sequence[int])
     if opened is None or opened.round.id != round_id or not opened.round.probe:
         return
     nodes = opened.round.generation.nodes
-    state.changes += 1
     if pairs := state.ways.found(nodes, missed):
         state.note(Why.RELAYED(**named_pairs([f"node{a} and node{b}" for a, b in pairs])))
 
@@ -150,7 +145,6 @@ def _cut_off(state: RunState, opened: OpenRound, pairs: Sequence[tuple[int, int]
 def _fail(state: RunState, opened: OpenRound, reason: Reason) -> None:
     """End a round that somebody could not complete: members that have not completed it drop it and ask again."""
     state.book.fail(opened, counts=not state.roster.broken)
-    state.changes += 1
     state.happened(RoundFailed(opened.round.id, reason.code, str(reason)))
     state.note(Why.ROUND_FAILS(id=opened.round.id, reason=reason))
     state.ledger.withdraw()
@@ -190,7 +184,6 @@ def evict_stragglers(state: RunState) -> None:
     words = {"who": named(stragglers), "are": are, "them": them, "patience_s": patience_s}
     reason = Why.EVICTED(id=state.book.next_id, **words)
     state.note(reason)
-    state.changes += 1
     end_generation(state, reason)
     state.ledger.set_aside(stragglers)
     for member in stragglers:

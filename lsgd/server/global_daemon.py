@@ -368,7 +368,7 @@ class GlobalDaemon:
         last = before.book.elections[-1].round if before.book.elections else 0
         state.book.elections.extend([*before.book.elections, *(one for one in rounds if one.round > last)])
         state.certificate, state.relay, state.relay_secret = before.certificate, before.relay, before.relay_secret
-        state.announced, state.changes = before.announced, max(state.changes, before.changes) + 1
+        state.announced, state.counted.count = before.announced, max(state.changes, before.changes) + 1
         if before.stopping:  # who ordered that has heard that it is done
             endings.stop(state, before.stopping)
         self._begun_from = version

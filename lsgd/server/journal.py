@@ -25,6 +25,7 @@ from lsgd.plan.plan import Plan, algorithm_of, table_of
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop, Term
 from lsgd.server.books import MAX_ELECTIONS, Ledger, RoundBook
+from lsgd.server.changes import Changes
 from lsgd.server.course import Pace, Stretch
 from lsgd.server.daemon import say
 from lsgd.server.links import Ways
@@ -363,7 +364,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
         terms=tuple(Term(*term) for term in saved["terms"]),
         beaten=tuple(Term(*term) for term in saved["beaten"]),
         moved=saved["moved"],
-        changes=saved["changes"],
+        counted=Changes(saved["changes"]),
         closed_at=now if saved["closed"] else math.inf,
     )
     algorithm, following = (algorithm_of(saved[key], "the journal") for key in ("algorithm", "next_algorithm"))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import chain, combinations
 from typing import Any
 
+from lsgd.server.changes import Changes
 from lsgd.server.reasons import CHECK, NO_REASON, Reason, Why
 
 MAX_EXACT = 16
@@ -125,11 +126,13 @@ class Links:
     """
 
     def __init__(self, retry_s: float) -> None:
+        self.changes = Changes()
         self._retry_s = min(RETRY_AFTER_S, retry_s)
         self._cuts: dict[str, _Cut] = {}
 
     def cut(self, workers: Iterable[str], reason: Reason, now: float) -> float:
         """Evict workers for ``reason``; return for how long."""
+        self.changes.add()
         longest_s = MAX_RETRIES * self._retry_s
         self._cuts = {worker: cut for worker, cut in self._cuts.items() if now < cut.until + longest_s}
         waits_s = []
@@ -151,6 +154,7 @@ class Links:
 
     def relent(self, now: float) -> None:
         """End all evictions now."""
+        self.changes.add()
         for cut in self._cuts.values():
             cut.until = min(cut.until, now)
 
@@ -183,6 +187,7 @@ class Ways:
     """
 
     def __init__(self, tried: Iterable[int] = (), missed: Iterable[Sequence[int]] = ()) -> None:
+        self.changes = Changes()
         self._tried = set(tried)
         self._missed: set[Pair] = {(a, b) for a, b in missed}
 
@@ -191,6 +196,7 @@ class Ways:
 
         ``missed``: one pair after the other, a node and another one that it could not dial.
         """
+        self.changes.add()
         before = set(self._relayed())
         pairs = zip(missed[::2], missed[1::2], strict=False)
         kept = {(a, b) for a, b in self._missed if a not in nodes or b not in nodes}

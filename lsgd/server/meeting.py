@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lsgd.means import mean_of
 from lsgd.protocol.messages import Met, Request
+from lsgd.server.changes import Changes
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, MemberState, model_of, named
 
@@ -30,7 +31,8 @@ class Meeting:
     """
 
     answered: dict[str, tuple[int, Met]] = field(default_factory=dict)
-    _looked: tuple[int, int] = (-1, 0)  # number of the state's changes at the last look, and of held members, if all
+    changes: Changes = field(default_factory=Changes)
+    _looked: tuple[int, int, bool] = (-1, 0, False)  # at the last look: changes of the state, and what is_due takes
 
     def to_json(self) -> dict[str, Any]:
         """Return what :meth:`from_json` takes."""
@@ -46,9 +48,9 @@ class Meeting:
         incarnation, met = self.answered.get(request.worker, (0, None))
         return met if met and incarnation == request.incarnation and met.number >= request.call else None
 
-    def is_due(self, changes: int, held: int) -> bool:
+    def is_due(self, held: int, *, stopping: bool) -> bool:
         """Whether anything has changed since the last look; ``held``: number of held members, 0 unless all are."""
-        before, self._looked = self._looked, (changes, held)
+        before, self._looked = self._looked, (self.changes.count, held, stopping)
         return before != self._looked
 
 
@@ -57,7 +59,6 @@ def come(state: RunState, member: Member) -> None:
 
     One that has made no iteration yet is answered alone if one that has waits in another: its call is behind that one.
     """
-    state.changes += 1
     for odd in [m for m in _callers(state) if m.numbers.keys() != member.numbers.keys()]:
         if bool(member.done) == bool(odd.done):
             words = {"call": _words(member), "other": odd.worker, "theirs": _words(odd)}
@@ -74,19 +75,13 @@ def come(state: RunState, member: Member) -> None:
 
 def pause(state: RunState, member: Member) -> None:
     """Let rounds continue without a worker that waits in a call."""
-    state.changes += 1
     state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
-
-
-def leave(member: Member) -> None:
-    """Note that a worker waits in its call no more, and goes on: after an answer, or because it was interrupted."""
-    member.call, member.numbers, member.last = 0, {}, False
 
 
 def conclude(state: RunState) -> None:
     """Answer all calls once everybody has come who still trains; if the run stops, nobody else will come."""
     held, live = state.roster.held, state.roster.live
-    if not state.meeting.is_due(state.changes, held if held == live else 0):
+    if not state.meeting.is_due(held if held == live else 0, stopping=bool(state.stopping)):
         return
     callers = _callers(state)
     if not callers or _missing(state) or any(m.state not in WAITING for m in callers):
@@ -111,8 +106,7 @@ def awaited(state: RunState, member: Member) -> Reason:
 def _answer(state: RunState, member: Member, met: Met) -> None:
     """Answer a call; the next round waits for the worker, which now goes on, unless others cannot reach it."""
     state.meeting.answered[member.worker] = member.join.incarnation, met
-    leave(member)
-    state.changes += 1
+    state.roster.goes_on(member)
     state.moved_at = state.now
     state.roster.move(member, MemberState.PAUSED if member.state is MemberState.CUT else MemberState.BUSY)
     state.answer(member, met)

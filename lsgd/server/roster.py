@@ -9,7 +9,8 @@ from operator import attrgetter
 from lsgd.election import standing
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import Happening, WorkerChanged, WorkerJoined
-from lsgd.protocol.messages import Generation, Go, Heartbeat, Join, Round, Stop
+from lsgd.protocol.messages import Generation, Go, Heartbeat, Join, Request, Round, Stop
+from lsgd.server.changes import Changes
 from lsgd.server.reasons import NO_REASON, Reason, Why
 
 
@@ -254,6 +255,7 @@ class Roster:
         digests: those of the first batches, each with the member that reported it first.
 
     Attributes:
+        changes: counts those of members and generations, but not that a member is held or goes on.
         queues: those of the generation's nodes, by node.
         live: number of members that are HELD or BUSY.
         held: number of members that are HELD.
@@ -271,6 +273,7 @@ class Roster:
         broken: Reason = NO_REASON,
         digests: Mapping[str, Member] | None = None,
     ) -> None:
+        self.changes = Changes()
         self.members = {m.worker: m for m in members}
         self.left = {m.worker: m for m in left}
         self.made = dict(made or {})
@@ -334,6 +337,7 @@ class Roster:
             raise RuntimeError(f"{member.worker} is {before.name} and cannot become {state.name}")
         self._set(member, state)
         if not (state.live and before.live):  # not each iteration
+            self.changes.add()
             self.happened.append(WorkerChanged(member.worker, state.shown, reason.code, str(reason)))
 
     def _set(self, member: Member, state: MemberState) -> None:
@@ -346,8 +350,39 @@ class Roster:
             self.queues[member.join.node].held += held
             self.absent -= live
 
+    def asks(self, member: Member, request: Request) -> None:
+        """Note what a member's new request says; its state follows."""
+        if request.last or member.last or member.call:
+            self.changes.add()
+        member.seq, member.answer, member.last = request.seq, None, request.last
+        member.finished, member.steps = request.finished, request.steps
+        member.call, member.numbers = request.call, request.numbers
+        member.loss, member.rate = request.loss, finite(request.rate)
+
+    def goes_on(self, member: Member) -> None:
+        """Note that a member waits in no call any more: it has an answer, or was interrupted."""
+        self.changes.add()
+        member.call, member.numbers, member.last = 0, {}, False
+
+    def dismiss(self, member: Member, reason: Reason) -> None:
+        """Note that a member must leave, although the run continues."""
+        self.changes.add()
+        member.leaving = reason
+
+    def welcome(self, member: Member, step: int) -> None:
+        """Note where a member's own loop begins, once it is welcome."""
+        self.changes.add()
+        member.began = step
+
+    def first_with(self, digest: str, member: Member) -> Member:
+        """Return the member whose first batch had this digest first: ``member`` if nobody's had."""
+        if digest not in self.digests:
+            self.changes.add()
+        return self.digests.setdefault(digest, member)
+
     def add(self, member: Member) -> None:
         """Add a worker that has joined."""
+        self.changes.add()
         join = member.join
         self.members[member.worker] = member
         self.happened.append(WorkerJoined(join.worker, join.node, join.address, join.gpu))
@@ -355,6 +390,7 @@ class Roster:
     def remove(self, member: Member, reason: Reason) -> None:
         """Remove a member; its rank stays taken, as an absent one, until the next generation."""
         self._set(member, MemberState.ENDED)
+        self.changes.add()
         self.happened.append(WorkerChanged(member.worker, "left", reason.code, str(reason)))
         member.left = reason
         del self.members[member.worker]
@@ -414,6 +450,7 @@ class Roster:
 
         ``least``: the lowest number that it may have.
         """
+        self.changes.add()
         for member in self.members.values():
             member.rank = -1
         self.queues, self.absent, self.broken = {}, 0, NO_REASON
@@ -430,6 +467,7 @@ class Roster:
         """End the generation, unless it is over already; return the members to notify."""
         if self.generation is None or self.broken:
             return []
+        self.changes.add()
         self.broken = reason
         return [m for m in self.members.values() if m.rank >= 0 and m.state is not MemberState.ENDED]
 

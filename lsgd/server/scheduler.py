@@ -29,7 +29,6 @@ def serve(state: RunState, member: Member) -> None:
     elif member.state is MemberState.CUT:
         answers.repeat(state, member)
     elif member.finished and not state.stopping and (member.synced or state.course.schedule.identical):
-        state.changes += 1
         finishes = Why.FINISHES(worker=member.worker, done=member.done)
         state.note(finishes)
         state.roster.move(member, MemberState.FINISHED, finishes)
@@ -123,7 +122,7 @@ def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] 
         state.book.averages |= begins_anew and not before[0].identical
     course.begin(stretch)
     for member in leaving:
-        member.leaving = Why.GOES_ON()
+        state.roster.dismiss(member, Why.GOES_ON())
         answers.dismiss(state, member)
     period, delay = course.schedule.period, course.schedule.delay
     same = (period, delay) == (before[0].period, before[0].delay)
@@ -176,7 +175,6 @@ def _order(
     if scope == "global":
         state.course.pace.ordered(state.now, state.ledger.count, first=state.book.fresh)
     state.book.order(order, members, state.now)
-    state.changes += 1
     leader.times_leader += state.leads
     entry = election(order, leader if state.leads else None, members, state.now - state.started_at)
     state.book.elections.append(entry)

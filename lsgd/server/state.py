@@ -10,6 +10,7 @@ from lsgd.plan.plan import Plan
 from lsgd.protocol.events import Happening, Note
 from lsgd.protocol.messages import Downward, Join, Moved, Pause, Request, Term, worker_name
 from lsgd.server.books import Ledger, RoundBook
+from lsgd.server.changes import Changes
 from lsgd.server.course import Course
 from lsgd.server.links import Links, Ways
 from lsgd.server.meeting import Meeting
@@ -69,7 +70,7 @@ class RunState:
         gives_way: where another part of the run continues, if this one has given up; None: it has not.
         guarded: whether a standby would continue the run without this server.
         over: whether the run waits for nobody any more.
-        changes: number of changes that the journal must have before the answers leave.
+        counted: what the parts of the state have changed, see :attr:`changes`.
         began_at: time at which this server began, or thawed.
         moved_at: time at which a member last asked (ahead: and was granted iterations), completed a round, or said that
             a transfer in its round goes on.
@@ -106,7 +107,7 @@ class RunState:
     gives_way: Moved | None = None
     guarded: bool = False
     over: bool = False
-    changes: int = 0
+    counted: Changes = field(default_factory=Changes)
     moved_at: float = field(init=False)
     began_at: float = field(init=False)
     final_due_at: float = math.inf
@@ -114,13 +115,25 @@ class RunState:
     events: Counter[str] = field(default_factory=Counter)
     decision: Decision = field(default_factory=Decision)
     said: tuple[float, Reason] = UNSAID
+    _own: tuple[object, ...] = ()  # what the journal has of this object itself, as of the last look
     _loops: tuple[float, float] = (-math.inf, 0.0)  # when their share was computed, and the share
 
     def __post_init__(self) -> None:
         self.course = Course(self.plan.phases)
         self.links = Links(self.plan.run.exchange_timeout_s)
         self.moved_at = self.few_since = self.began_at = self.now
+        for part in (self.roster, self.book, self.course, self.links, self.ways, self.meeting):
+            part.changes = self.counted
         self.welcoming = self.roster.generation is not None or self.suffices(len(self.roster.members))
+
+    @property
+    def changes(self) -> int:
+        """Number of changes that the journal must have before the answers leave."""
+        own = (self.plan, self.terms, self.beaten, self.stopping, self.failed, self.closed_at, self.first)
+        if own != self._own:
+            self._own = own
+            self.counted.add()
+        return self.counted.count
 
     @property
     def closed(self) -> bool:

@@ -38,7 +38,7 @@ from lsgd.server.state import Decision, RunState
 from lsgd.server.waits import Wait
 from lsgd.settings import AlgorithmSettings, Schedule
 
-from .invariants import check_state
+from .invariants import KeptState, check_state
 
 
 class Lockstep(AlgorithmSettings):
@@ -95,6 +95,7 @@ class Bench:
             RunState(plan or make_plan(**{"workers": max(len(places), 1), **settings}), "run")  # type: ignore[arg-type]
         )
         self.now = 100.0
+        self.kept = KeptState()
         self.got: dict[str, list[Downward]] = {}
         self.notes: list[Reason] = []
         self.seqs: dict[str, int] = {}
@@ -132,6 +133,7 @@ class Bench:
 
     def act(self, decision: Decision) -> dict[str, list[Downward]]:
         check_invariants(self.state)
+        self.kept.check(self.state)
         self.notes = decision.notes
         self.got = {}
         for worker, incarnation, message in decision.answers:

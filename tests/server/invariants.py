@@ -1,7 +1,11 @@
 """What holds of a run's state between two messages: the invariants of its parts, and those between them."""
 
+import json
 import math
+from typing import Any
 
+from lsgd.algorithms import ALGORITHMS
+from lsgd.server.journal import capture, restore
 from lsgd.server.roster import MAX_LEFT, MemberState, Roster
 from lsgd.server.state import RunState
 
@@ -68,3 +72,58 @@ def _check_ledger(state: RunState) -> None:
     assert ledger.tokens >= 0 and all(queue.tokens >= 0 for queue in state.roster.queues.values())
     assert all(iterations >= 0 for iterations in granted)
     assert ledger.tokens <= max(0, (limit or math.inf) - ledger.count - sum(granted))
+
+
+SAID_AGAIN = ("run", "count", "base", "unheard", "changes", "elapsed_s")
+"""What the journal has now and then only, because members say it again, or because it is a time; and its name."""
+
+MEMBER_SAYS_AGAIN = (
+    *("done", "committed", "granted", "seq", "loss", "steps", "sent_nbytes"),
+    *("synced", "lacking"),  # it has completed a round, or says so again
+    "usual",
+)
+
+
+class KeptState:
+    """Asserts that a server which is killed after any message continues from what the journal has then.
+
+    The journal is written when the state's ``changes`` have changed. So what it has to have must not change without.
+    """
+
+    def __init__(self) -> None:
+        self._state: RunState | None = None
+        self._changes = -1
+        self._kept: dict[str, Any] = {}
+
+    def check(self, state: RunState) -> None:
+        """Compare the journal with the live state, and the state that is restored from it, too."""
+        now = _to_keep(state)
+        if state is self._state and state.changes == self._changes:
+            assert now == self._kept, _differ(self._kept, now)
+            return
+        self._state, self._changes, self._kept = state, state.changes, now
+        if state.course.algorithm.name in ALGORITHMS:  # not a test's own
+            again = _to_keep(restore(json.loads(json.dumps(capture(state, state.now))), state.now))
+            assert again == now, _differ(again, now)
+
+
+def _differ(one: Any, other: Any) -> Any:
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return one, other
+    return {name: _differ(one.get(name), other.get(name)) for name in one | other if one.get(name) != other.get(name)}
+
+
+def _to_keep(state: RunState) -> dict[str, Any]:
+    saved = {name: what for name, what in capture(state, state.now).items() if name not in SAID_AGAIN}
+    saved["members"] = {each["join"]["worker"]: _member_to_keep(each) for each in saved["members"]}
+    saved["plan"] = json.loads(saved["plan"])  # 10 is 10.0
+    saved["left"] = [_member_to_keep(each) for each in saved["left"]]
+    saved["open"] = [each["round"]["id"] for each in saved["open"]]
+    saved["links"] = {worker: [*cut[:2], cut[3]] for worker, cut in saved["links"].items()}  # without a time
+    return json.loads(json.dumps(saved))  # type: ignore[no-any-return]
+
+
+def _member_to_keep(saved: dict[str, Any]) -> dict[str, Any]:
+    live = MemberState[saved["state"]].live or saved["state"] == "CUT"  # its request comes again
+    kept = {name: what for name, what in saved.items() if name not in MEMBER_SAYS_AGAIN}
+    return kept | {"state": "BUSY" if live else saved["state"]}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, assume, example, given
@@ -14,6 +15,7 @@ from lsgd.plan.run import RunSettings
 
 from ..search import examples
 from .helpers import Lockstep, make_plan
+from .invariants import KeptState
 from .simulated_run import Faults, SimulatedRun
 
 queues = st.lists(st.integers(1, 4), min_size=1, max_size=5).filter(lambda sizes: sum(sizes) <= 17)
@@ -133,6 +135,26 @@ def test_anything_may_go_wrong_while_the_global_server_is_killed_too(
     most = sum(1 + 2 * lookahead + run.forgotten[w.name, w.incarnation] for w in unclean)
     assert 0 <= run.steps - run.state.ledger.count <= most
     assert run.unfinished() <= run.failed
+
+
+class KeptRun(SimulatedRun):
+    """Compares what a server that is killed now continues from with the live state, after every message and tick."""
+
+    def __init__(self, *args: Any) -> None:
+        self._checked = KeptState()
+        super().__init__(*args)
+
+    def _keep(self) -> None:
+        super()._keep()
+        self._checked.check(self.state)
+
+
+@examples(8, suppress_health_check=[HealthCheck.too_slow], phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(queues, periods, lookaheads, seeds, anything, st.integers(0, 5))
+def test_whenever_the_server_is_killed_the_journal_has_all_that_nobody_tells_again(
+    sizes: list[int], periods: tuple[int, int], lookahead: int, seed: int, faults: Faults, latecomers: int
+) -> None:
+    KeptRun(plan_for(sizes, periods, 60, patience_s=5.0, lookahead=lookahead), sizes, seed, faults, latecomers).go()
 
 
 @simulated
