@@ -44,7 +44,7 @@ def main() -> None:
     model.register_buffer("age", age)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
     with Worker.join(model, optimizer) as worker:
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1 - worker.progress)
+        worker.schedule(optimizer, "linear")
         loader = worker.loader(TensorDataset(*task.train_data), batch_size=32)
         name = f"{worker.name.replace('/', '-')}-{time.time_ns()}-{os.getpid()}"
         said_at = time.monotonic()
@@ -55,7 +55,6 @@ def main() -> None:
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
-                    schedule.step()
                     age += 1
                     steps.write(b"%.2f %.0f\n" % (time.time(), age.item()))
                     worker.report(loss)

@@ -8,9 +8,11 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from lsgd.client.control.joining import unwrapped
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
 from lsgd.integrations.shared import Integration
+from lsgd.schedulers import counts, inner, length_of, optimizer_of
 
 try:
     from accelerate import Accelerator
@@ -79,7 +81,12 @@ class LsgdLoop(Integration):
                 "parameters with new tensors, which lsgd could not exchange"
             )
         self._shard(self._loader, self._seed)
-        self._join(self._model, self._optimizer, self._accelerator.scaler, 0)
+        worker = self._join(self._model, self._optimizer, self._accelerator.scaler, 0)
+        own = unwrapped(self._optimizer)
+        for scheduler in map(inner, self._accelerator._schedulers):
+            says = not counts(scheduler) or length_of(scheduler) is not None  # else the script has to say its place
+            if says and optimizer_of(scheduler) in own:
+                worker.follow(scheduler)
         self._hook = self._model.register_forward_pre_hook(self._before_forward)
         return self
 

@@ -3,8 +3,11 @@
 import logging
 import math
 import os
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lsgd.client.worker import Worker
@@ -14,9 +17,10 @@ from lsgd.integrations.shared import Integration, is_saver, say_who_ends, state_
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
     from lightning.pytorch.plugins import CheckpointIO
     from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
 except ImportError as missing:
     raise ImportError(f"LsgdCallback needs lightning: pip install 'lsgd[lightning]' ({missing})") from missing
 
@@ -64,6 +68,8 @@ class LsgdCallback(Integration, Callback):
         """Reject a Trainer that cannot be a worker."""
         if stage == "fit":
             check(trainer, shards=self._shards)
+            others = [each for each in trainer.callbacks if not isinstance(each, _Means)]
+            trainer.callbacks[:] = [_Means(self._alike), *others]  # before all that decide
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run."""
@@ -85,13 +91,10 @@ class LsgdCallback(Integration, Callback):
         if not worker.plan.run.has_end and is_one and 0 < steps < math.inf:
             worker.steps = int(steps)  # so a worker that is started again goes on where the others are
         say_who_ends(worker, steps if steps >= 0 else math.inf, "max_steps, or max_epochs")
-        if trainer.lr_scheduler_configs:
-            logger.warning(
-                "%s: the module's learning-rate schedulers follow this worker's own steps and not the run, unless "
-                "they read worker.progress; in place of them, call worker.schedule(module.optimizers()) in the "
-                "module's on_train_start",
-                worker.name,
-            )
+        self._follow_schedules(trainer, steps if is_one else math.inf)
+        for each in trainer.callbacks:
+            if isinstance(each, EarlyStopping):
+                worker.follow(each)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Get an iteration; if there is none left, stop the Trainer and skip the batch."""
@@ -160,6 +163,24 @@ class LsgdCallback(Integration, Callback):
         if self._worker is not None:
             self.worker.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
+    def _follow_schedules(self, trainer: Trainer, steps: float) -> None:
+        """Let the module's schedulers follow the run; those of manual optimization are the module's own to name."""
+        for config in trainer.lr_scheduler_configs:
+            if config.reduce_on_plateau:
+                self.worker.follow(config.scheduler)
+            elif trainer.lightning_module.automatic_optimization and 0 < steps < math.inf:
+                per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
+                passes = steps if config.interval == "step" else math.ceil(steps / per_epoch)
+                scheduled = partial(self._scheduled, trainer, int(steps), int(passes) // config.frequency)
+                self.worker.follow(config.scheduler, scheduled)
+
+    def _scheduled(self, trainer: Trainer, steps: int, length: int) -> int:
+        """Return how many of ``length`` steps a scheduler is to have made, by the run's progress."""
+        worker = self.worker
+        if worker.steps:
+            return worker.step * length // worker.steps
+        return int(min(1.0, max(worker.progress, trainer.global_step / steps)) * length)
+
     def _pause(self) -> None:
         """Pause until the next batch, unless paused already."""
         if self._in_step and not self._away and not self.worker.stopped:
@@ -180,6 +201,39 @@ class LsgdCallback(Integration, Callback):
         numbers = {name: x for name, x in state_of_run(self.worker).items() if isinstance(x, int | float)}
         for each in trainer.loggers:
             each.log_metrics(numbers, step=trainer.global_step)
+
+
+class _Means(Callback):
+    """Before all that decides by a metric (early stopping, the best so far, plateaus), makes it the workers' mean."""
+
+    def __init__(self, alike: Callable[[Mapping[str, Any]], dict[str, float]]) -> None:
+        self._alike = alike
+        self._of_validation: set[str] = set()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Share the metrics of the validation."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            names = decisive(trainer)
+            self._of_validation |= names
+            self._share(trainer, names)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Share those of the training, which no validation has."""
+        self._share(trainer, decisive(trainer) - self._of_validation)
+
+    def _share(self, trainer: Trainer, names: set[str]) -> None:
+        metrics = trainer.callback_metrics
+        means = self._alike({name: metrics[name] for name in sorted(names) if metrics[name].is_floating_point()})
+        with torch.inference_mode():  # as in a validation
+            for name, mean in means.items():
+                metrics[name].fill_(mean)  # the tensor that Lightning keeps, and gives to all
+
+
+def decisive(trainer: Trainer) -> set[str]:
+    """Return the names of the metrics that are there, and that something decides by."""
+    plateaus = [config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau]
+    names = {*plateaus, *(getattr(each, "monitor", None) for each in trainer.callbacks)}
+    return {name for name in names if isinstance(name, str) and name in trainer.callback_metrics}
 
 
 class _OneSaves(CheckpointIO):

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch import nn
 from lsgd.client.data.trainers import TrainerData
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError, ExchangeError, ServerLostError
+from lsgd.protocol.messages import MAX_LOGGED_NAME
 
 logger = logging.getLogger("lsgd")
 
@@ -81,6 +84,13 @@ class Integration:
     def _place(self) -> tuple[int, int]:
         """Return the worker's part of the data, and how many there are; (0, 1) before it has joined."""
         return (0, 1) if self._worker is None else self._worker.part
+
+    def _alike(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return the means of metrics over all workers, which meet here, so that all decide alike by them."""
+        assert self._worker is not None
+        names = {name: re.sub(r"[^\w./-]", "_", name)[:MAX_LOGGED_NAME] for name in metrics}
+        means = self._worker.mean({names[name]: value for name, value in metrics.items()}) if metrics else {}
+        return {name: means[short] for name, short in names.items()}
 
     def _consume(self) -> None:
         """Count a batch that was trained on."""

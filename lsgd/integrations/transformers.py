@@ -198,6 +198,7 @@ class LsgdCallback(Integration, TrainerCallback):
         if self._worker is None:  # an evaluation before the training
             return
         worker = self._joined
+        self._share_decisions(args, state, logs)
         if "loss" in logs and not self._has_losses:
             worker.report(logs["loss"])
         if not worker.first or not {"loss", "train_loss"} & logs.keys():
@@ -228,6 +229,18 @@ class LsgdCallback(Integration, TrainerCallback):
         except Exception as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
+
+    def _share_decisions(self, args: TrainingArguments, state: TrainerState, logs: dict[str, Any]) -> None:
+        """Replace the metric that decides (early stopping, the best so far, plateaus) by its mean over the workers.
+
+        The Trainer logs the dict of metrics that it then gives to all that decide.
+        """
+        metric = args.metric_for_best_model or ""
+        metric = metric if metric.startswith("eval_") else f"eval_{metric}"
+        if metric in logs:
+            with self._leaving_on_error():
+                logs |= self._alike({metric: logs[metric]})
+            state.log_history[-1] |= {metric: logs[metric]}
 
     def _scheduled(self, state: TrainerState) -> int:
         """Return how many steps the Trainer's schedule is to have made, by the run's progress."""

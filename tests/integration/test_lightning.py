@@ -182,6 +182,15 @@ def test_a_stream_has_no_number_of_steps(cluster, monkeypatch, caplog) -> None:
     assert "leaves after inf steps of its own" in caplog.text and "-1 steps" not in caplog.text
 
 
+def test_all_stop_early_and_lower_their_rates_by_the_mean_of_their_metrics(cluster) -> None:
+    """Alone, one would stop at its third validation, and the other at its fourth; by the mean, both at the sixth."""
+    plan, scores = ["--algorithm", "local", "--period", "4"], ("--scores", "[10, 12, 12, 0, 9, 9, 9, 9]")
+    given = ("--max-steps", 40, "--every", 5, "--scores", "[10, 4, 4.5, 15, 11, 9, 9, 9]")
+    _, workers = train(cluster, plan, *given, first=scores)
+    assert [w["steps"] for w in workers] == [30, 30]
+    assert len({w["rate"] for w in workers}) == 1 and workers[0]["rate"] < 0.05
+
+
 def test_an_exception_in_training_leaves_the_run_which_goes_on(cluster) -> None:
     server, _ = cluster.start("--workers", "2", "--algorithm", "bytegrad", "--iterations", "20")
     failing = cluster.worker("lightning_worker", 0, 0, "--fail-at", 3)

@@ -3,15 +3,20 @@
 import signal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 
+import lsgd
 from lsgd.client import Worker
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, LsgdError
 from lsgd.learning_rate import factor
 from lsgd.run_folder import CHECKPOINTS
+
+from .running import Process
 
 RATE = 0.05
 ITERATIONS = 64
@@ -115,6 +120,88 @@ def test_a_resumed_run_goes_on_from_its_base_rate(join, tmp_path: Path, monkeypa
     wanted = [RATE * (1 - (i + 0.5) / ITERATIONS) for i in range(ITERATIONS - len(rates), ITERATIONS)]
     assert len(rates) == ITERATIONS - 32, "it goes on after the last global round"
     assert rates == pytest.approx(wanted, rel=1e-6)
+
+
+def warm_cosine(optimizer: torch.optim.Optimizer, steps: int) -> lr_scheduler.SequentialLR:
+    warm = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+    return lr_scheduler.SequentialLR(optimizer, [warm, lr_scheduler.CosineAnnealingLR(optimizer, steps - 10)], [10])
+
+
+def uninterrupted(steps: int, rate: float) -> list[float]:
+    """Return the rates of a script without lsgd."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=rate)
+    scheduler, rates = warm_cosine(optimizer, steps), []
+    for _ in range(steps):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def test_a_worker_that_was_killed_has_the_rates_of_its_place_or_is_refused(cluster) -> None:
+    """The first time that it comes back, its script does not say worker.follow."""
+    cluster.start("--workers", "2", "--algorithm", "local", "--period", "4")
+    steady = cluster.worker("scheduled", 0, 0, "--wait-at", '{"30": 1, "60": 2}')
+    assert cluster.worker("scheduled", 0, 1, "--die-at", 20).wait() == -signal.SIGKILL
+    untold = cluster.worker("scheduled", 0, 1, "--life", 1, "--untold")
+    assert untold.wait() == 1
+    untold.says(
+        r"node0/worker1 is at step (29|30) of 90, with the learning rate of the run's first step: 0\.1, where the "
+    )
+    untold.says(r"where it is made, add worker\.follow\(scheduler\)")
+    told = cluster.worker("scheduled", 0, 1, "--life", 2)
+    told.succeeds()
+    steady.succeeds()
+    wanted = uninterrupted(90, 0.1)
+    for index, begun in ((0, [0]), (1, [59, 60])):
+        rates = cluster.result(0, index)
+        first, _ = rates[0]
+        assert first in begun and [step for step, _ in rates] == [*range(first, 90)]
+        assert [rate for _, rate in rates] == pytest.approx(wanted[first:], rel=1e-9)
+
+
+def test_a_resumed_script_has_the_rates_of_its_place_or_is_refused(cluster, monkeypatch) -> None:
+    """With its scheduler made before or after the join."""
+    monkeypatch.setenv("LSGD_LOCAL_RANK", "0")
+    wanted = uninterrupted(ITERATIONS, RATE)
+
+    def begin(*arguments: str) -> list[Process]:
+        server, locals_ = cluster.start("--workers", "1", "--algorithm", "local", "--period", "4", *arguments)
+        monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
+        return [server, *locals_]
+
+    def end(servers: list[Process]) -> None:
+        for process in servers:
+            process.end()
+        monkeypatch.setenv("LSGD_RESUME", str(cluster.folder / CHECKPOINTS))
+
+    def run(worker: Worker, scheduler: Any, model: nn.Module, optimizer: torch.optim.Optimizer, until: int) -> None:
+        for step in range(worker.step, until):
+            loss = model(torch.ones(4, 6)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(wanted[step], rel=1e-9)
+            optimizer.step()
+            scheduler.step()
+
+    servers, (model, optimizer) = begin("--checkpoint-every", "1"), parts()
+    worker = lsgd.wrap(model, optimizer, steps=ITERATIONS, checkpoint_dir=cluster.folder / CHECKPOINTS)
+    run(worker, worker.follow(warm_cosine(optimizer, ITERATIONS)), model, optimizer, 31)
+    worker.fails(RuntimeError("as the test wants it"))
+    end(servers)
+    servers, (model, optimizer) = begin(), parts()
+    worker = lsgd.wrap(model, optimizer, steps=ITERATIONS)
+    scheduler = warm_cosine(optimizer, ITERATIONS)
+    with pytest.raises(LsgdError, match="is at step 28 of 64, with the learning rate of the run's first step"):
+        model(torch.ones(4, 6)).square().mean().backward()
+        optimizer.step()
+    worker.fails(RuntimeError("as the test wants it"))
+    end(servers)
+    servers, (model, optimizer) = begin(), parts()
+    scheduler = warm_cosine(optimizer, ITERATIONS)
+    worker = lsgd.wrap(model, optimizer, steps=ITERATIONS)
+    run(worker, worker.follow(scheduler), model, optimizer, ITERATIONS)
+    assert worker.iterations == ITERATIONS and worker.finish()
 
 
 def test_a_run_without_an_end_has_no_schedule(here) -> None:

@@ -172,6 +172,16 @@ def test_what_cannot_be_a_worker_is_refused(monkeypatch, tmp_path) -> None:
             integration.check(arguments)
 
 
+def test_all_stop_early_by_the_mean_of_their_metrics(cluster) -> None:
+    """Alone, one would stop at its second evaluation, and the other at its third; by the mean, both at the fourth."""
+    plan, scores = ["--algorithm", "local", "--period", "4"], ("--scores", "[10, 12, 2, 9, 9, 9]")
+    _, workers = train(
+        cluster, plan, "--max-steps", 40, "--every", 5, "--scores", "[10, 4, 12, 13, 9, 9]", first=scores
+    )
+    assert [w["steps"] for w in workers] == [20, 20] and [w["best"] for w in workers] == [7.0, 7.0]
+    assert workers[0]["final"] == workers[1]["final"]
+
+
 def test_an_evaluation_before_the_training_is_none_of_its_business(tmp_path) -> None:
     transformers = pytest.importorskip("transformers")
     integration = importlib.import_module(MODULE)

@@ -48,6 +48,7 @@ train_dataloader = worker.shard(train_dataloader)
 num_update_steps_per_epoch = math.ceil(len(train_dataloader) / accumulation)
 max_train_steps = num_train_epochs * num_update_steps_per_epoch
 lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=max_train_steps)
+worker.follow(lr_scheduler)
 model, optimizer, train_dataloader, eval_dataloader, lr_scheduler = accelerator.prepare(
     model, optimizer, train_dataloader, eval_dataloader, lr_scheduler
 )

@@ -39,6 +39,7 @@ worker = lsgd.wrap(model, optimizer)
 train_loader = worker.shard(train_loader)
 test_loader = DataLoader(test, batch_size=batch_size, sampler=DistributedSampler(test, shuffle=False))
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs * len(train_loader))
+worker.follow(scheduler)
 
 
 @torch.no_grad()

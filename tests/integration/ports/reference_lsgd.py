@@ -95,6 +95,7 @@ def main(args):
         model_without_ddp = model.module
     worker = lsgd.wrap(model, optimizer)
     data_loader = worker.shard(data_loader)
+    worker.follow(scheduler, lambda: worker.step // len(data_loader))
     decay = math.exp(math.log(0.5) / (len(data_loader) * args.epochs / 8))
     model_ema = torch.optim.swa_utils.AveragedModel(
         model_without_ddp, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(decay)

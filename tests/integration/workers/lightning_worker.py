@@ -13,7 +13,7 @@ from pathlib import Path
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -33,6 +33,7 @@ parser.add_argument("--wait-at", type=int, default=0, help="validate at this ste
 parser.add_argument("--fail-at", type=int, default=0, help="raise in this step")
 parser.add_argument("--two", action="store_true", help="train on a dict of two loaders")
 parser.add_argument("--resume", default=None, help="a checkpoint of Lightning to begin from")
+parser.add_argument("--scores", type=json.loads, default=[], help="of the validations: by them the Trainer stops early")
 options = parser.parse_args()
 folder = Path(environ["LSGD_RUN_DIR"])
 
@@ -61,13 +62,20 @@ class Line(lightning.LightningModule):
     def validation_step(self, batch):
         if self.trainer.sanity_checking:
             return
+        if options.scores:
+            self.log("score", options.scores[len(states)])
         waits = self.global_step == options.wait_at
         while (status := lsgd.worker.status()) and waits and status["count"] < status["iterations"] - 1:
             pass
         states.extend(each["state"] for each in status["members"] if each["worker"] == lsgd.worker.name)
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.05)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05)
+        if not options.scores:
+            return optimizer
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        by = {"scheduler": plateau, "monitor": "score", "interval": "step", "frequency": options.every}
+        return {"optimizer": optimizer, "lr_scheduler": by}
 
 
 class Steps(Callback):
@@ -90,6 +98,7 @@ else:
     data = TensorDataset(torch.arange(LENGTH), torch.randn(LENGTH, 4))
     module, lsgd = Line(), LsgdCallback()
     logger = CSVLogger(folder, name="logs", version="mine")
+    stops = [EarlyStopping("score", patience=2)] * bool(options.scores)
     saver = ModelCheckpoint(folder / "saved", every_n_train_steps=options.every, save_top_k=-1)
     trainer = lightning.Trainer(
         accelerator="cpu",
@@ -102,7 +111,7 @@ else:
         check_val_every_n_epoch=None,
         log_every_n_steps=1,
         logger=logger,
-        callbacks=[lsgd, Steps()] + [saver] * bool(options.every),
+        callbacks=[*stops, lsgd, Steps()] + [saver] * bool(options.every),
         enable_checkpointing=bool(options.every),
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -118,6 +127,7 @@ result = {
     "iterations": lsgd.worker.iterations,
     "steps": trainer.global_step,
     "started": started,
+    "rate": trainer.optimizers[0].param_groups[0]["lr"],
     "stopped": lsgd.worker.stopped,
     "rank": lsgd.rank,
     "first": lsgd.first,

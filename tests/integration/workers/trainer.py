@@ -12,7 +12,14 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from lsgd.integrations.transformers import LsgdCallback
 
@@ -29,6 +36,7 @@ parser.add_argument("--wait-at", type=int, default=0, help="evaluate at this ste
 parser.add_argument("--fail-at", type=int, default=0, help="raise in the user's own callback, after this step")
 parser.add_argument("--sampler", choices=["repeats", "batches"], help="draw by a sampler of the script's own")
 parser.add_argument("--no-loss", action="store_true", help="let the Trainer compute the loss, and not the model")
+parser.add_argument("--scores", type=json.loads, default=[], help="of the evaluations: by them the Trainer stops early")
 options = parser.parse_args()
 folder = Path(environ["LSGD_RUN_DIR"])
 
@@ -152,14 +160,19 @@ else:
         dataloader_pin_memory=False,
         use_cpu=True,
         disable_tqdm=True,
+        metric_for_best_model="score" if options.scores else None,
+        greater_is_better=False if options.scores else None,
     )
+    scores = iter(options.scores)
+    stops = [EarlyStoppingCallback(1)] * bool(options.scores)
     lsgd = LsgdCallback()
     trainer = (OwnSampler if options.sampler else Trainer)(
         *(model, arguments),
         train_dataset=data,
         eval_dataset=data[:4],
         data_collator=batch,
-        callbacks=[lsgd, notes],
+        callbacks=[*stops, lsgd, notes],
+        compute_metrics=(lambda _: {"score": next(scores)}) if options.scores else None,
         compute_loss_func=loss_of if options.no_loss else None,
     )
     with lsgd:
@@ -170,6 +183,7 @@ tensors = {name: x for name, x in trainer.model.state_dict().items() if name != 
 result = {
     "iterations": lsgd.worker.iterations,
     "steps": trainer.state.global_step,
+    "best": trainer.state.best_metric,
     "stopped": lsgd.worker.stopped,
     "rank": lsgd.rank,
     "first": lsgd.first,
