@@ -34,6 +34,7 @@ from lsgd.client.control.joining import (
 from lsgd.client.control.replicas import bare, ddp_of
 from lsgd.client.data.first import FirstData
 from lsgd.client.data.passes import Pass, Passes, peek, rows_of
+from lsgd.client.data.randomness import OwnInEachProcess, begin_own
 from lsgd.client.data.samplers import options_of, shard_of
 from lsgd.client.data.shards import ShardLoader, length, shard_loader
 from lsgd.client.data.streams import Part, StreamLoader, is_stream
@@ -159,6 +160,8 @@ class Worker:
                 membership = join_run(model, found, timeout_s, checkpoints.load, island, step, muon=muon)
                 checkpoints.start(membership.welcome.run)
                 flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
+                if membership.plan.run.own_noise:
+                    begin_own(membership.join.worker, island.rank, identity.restarted and identity.incarnation)
                 replica = Replica(membership, flat, model, optimizers, checkpoints, ddp)
                 return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
 
@@ -296,7 +299,7 @@ class Worker:
         Raises:
             ConfigError: the dataset has fewer samples than workers, or is neither a dataset nor a stream.
         """
-        island, options = self._membership.island, {"batch_size": batch_size, **options}
+        island, options = self._membership.island, self._own({"batch_size": batch_size, **options})
         if isinstance(dataset, DataLoader):
             raise ConfigError(
                 "loader() makes a DataLoader of a dataset or of a stream; to divide a DataLoader, use "
@@ -307,6 +310,12 @@ class Worker:
             return self._checkpoints.attend(StreamLoader(self._part(dataset), agree, options))
         loader = shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._deal(loader)
+
+    def _own(self, options: dict[str, Any]) -> dict[str, Any]:
+        """Return a loader's options, with which its processes draw numbers of this worker's own."""
+        if (init := options.get("worker_init_fn")) is None or not self.plan.run.own_noise:
+            return options
+        return {**options, "worker_init_fn": OwnInEachProcess(init)}
 
     def _deal(self, loader: ShardLoader) -> ShardLoader:
         loader.passes.follow(self._samplers)
@@ -344,8 +353,8 @@ class Worker:
         island = self._membership.island
         if is_stream(data.dataset):
             stream, agree = self._part(data.dataset), partial(_all_have_a_batch, island)
-            return self._checkpoints.attend(StreamLoader(stream, agree, options_of(data)))
-        return self._deal(shard_of(data, partial(_place, weakref.ref(self)), island.size))
+            return self._checkpoints.attend(StreamLoader(stream, agree, self._own(options_of(data))))
+        return self._deal(shard_of(data, partial(_place, weakref.ref(self)), island.size, self._own(options_of(data))))
 
     def rows(self, length: int, epoch: int = 0) -> range:
         """Return this worker's rows of a dataset, for a script that draws by hand: no other worker has them.

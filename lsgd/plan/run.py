@@ -55,6 +55,11 @@ class RunSettings:
         high=86_400,
     )
     sync_optimizer: bool = setting(False, "newcomers take over the optimizer's state too")
+    own_noise: bool = setting(
+        True,
+        "from the join on each worker draws random numbers of its own (dropout, augmentation); false: as its script "
+        "has seeded them",
+    )
     loss_window: int = setting(
         0,
         "batches over which the reported loss is averaged; 0: the algorithm's local period",

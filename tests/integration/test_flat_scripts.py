@@ -44,7 +44,7 @@ def test_one_that_was_evicted_ends_with_76_and_the_others_go_on(cluster) -> None
 
 
 def test_equal_data_end_both_with_77(cluster) -> None:
-    cluster.start("--workers", "2", *ROUNDS)
+    cluster.start("--workers", "2", *ROUNDS, "--own-noise", "false")
     workers = [cluster.worker("flat", 0, index, "--steps", 1_000_000, "--equal") for index in range(2)]
     assert [worker.wait() for worker in workers] == [77, 77]
     for worker in workers:

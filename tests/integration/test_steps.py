@@ -299,3 +299,17 @@ def test_the_loop_of_the_documentation_trains(cluster, monkeypatch) -> None:
     }
     exec(compile(code, str(CLIENT_PAGE), "exec"), names)
     assert names["worker"].iterations == 10 and names["worker"].stopped
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_from_the_join_on_a_worker_draws_numbers_of_its_own(cluster, monkeypatch, own) -> None:
+    cluster.start("--workers", "1", "--period", "4", "--own-noise", str(own).lower())
+    monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
+    monkeypatch.setenv("LSGD_LOCAL_RANK", "0")
+    model = network()
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    with Worker.join(model, torch.optim.SGD(model.parameters(), lr=0.05)) as worker:
+        assert (torch.rand(1) != expected) == own
+        assert worker.rows(10) == range(10) and worker.part == (0, 1)

@@ -1,5 +1,6 @@
-"""Random numbers that all workers draw alike: the order of a pass, whatever each script has seeded."""
+"""Random numbers: those that all workers draw alike, for the order of a pass, and those that are each worker's own."""
 
+import hashlib
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -7,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import Sampler, get_worker_info
 
 DEEP = 4
 """How many samplers deep a generator of a sampler's own is looked for."""
@@ -95,3 +96,73 @@ def generators_of(sampler: object, deep: int = DEEP) -> Iterator[Put]:
             yield _keep_python(value)
         elif deep and isinstance(value, Sampler):
             yield from generators_of(value, deep - 1)
+
+
+class Apart:
+    """Random numbers for what draws now and then beside the script, which keeps its own.
+
+    Args:
+        seed: the same on all workers.
+        epoch: number of the pass.
+    """
+
+    def __init__(self, seed: int, epoch: int) -> None:
+        with common(seed, epoch):
+            self._states = _states()
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Let what is drawn here continue its own numbers."""
+        script = _states()
+        _set_states(self._states)
+        try:
+            yield
+        finally:
+            self._states = _states()
+            _set_states(script)
+
+
+def _states() -> tuple[Any, ...]:
+    return torch.default_generator.get_state(), np.random.get_state(legacy=True), random.getstate()
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    of_torch, of_numpy, of_python = states
+    torch.default_generator.set_state(of_torch)
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
+
+
+def begin_own(*who: object) -> None:
+    """Let all generators go on with a stream of this worker's own: dropout, augmentation, noise.
+
+    It depends on the script's seed and on ``who``, so that a run with the same seeds repeats it.
+    """
+    seed_all(_hashed(torch.initial_seed(), *who))
+
+
+def seed_all(number: int) -> None:
+    """Seed the generators of torch, on all devices, numpy and Python."""
+    torch.manual_seed(number)
+    np.random.seed(number % (1 << 32))
+    random.seed(number)
+
+
+def _hashed(*what: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest()) >> 1
+
+
+class OwnInEachProcess:
+    """A loader's ``worker_init_fn``, after which its process draws numbers that no process of another worker draws.
+
+    The script's function may seed by the process's number alone. The loader's own seed is of this worker's stream.
+    """
+
+    def __init__(self, inner: Callable[[int], object]) -> None:
+        self.inner: Callable[[int], object] = inner.inner if isinstance(inner, OwnInEachProcess) else inner
+
+    def __call__(self, number: int) -> None:
+        """Call the script's function, and seed anew."""
+        self.inner(number)
+        if (info := get_worker_info()) is not None:
+            seed_all(_hashed(info.seed))

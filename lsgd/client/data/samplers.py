@@ -331,13 +331,15 @@ def _batches_over(sampler: Any, batches: Any, dataset: Any) -> Callable[[Any], A
     return of_part if tried else None
 
 
-def shard_of(loader: DataLoader[T], place: Place, processes: int = 1) -> ShardLoader:
-    """Return a DataLoader of a worker's part of another one's dataset.
+def shard_of(
+    loader: DataLoader[T], place: Place, processes: int = 1, options: dict[str, Any] | None = None
+) -> ShardLoader:
+    """Return a DataLoader of a worker's part of another one's dataset; ``options``: instead of :func:`options_of` it.
 
     Raises:
         ConfigError: the dataset is too small, or lsgd cannot divide what its sampler draws.
     """
-    options, sampler, batches = options_of(loader), index_sampler(loader), loader.batch_sampler
+    options, sampler, batches = options or options_of(loader), index_sampler(loader), loader.batch_sampler
     if type(batches) is BatchSampler:  # if it was passed in, the loader's own batch size is unused
         options |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
     elif batches is not None:

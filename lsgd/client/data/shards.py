@@ -64,12 +64,16 @@ class ShardLoader(DataLoader[Any]):
 
     Attributes:
         passes: what deals the samples, or the batches.
+
+    A generator of the script draws no order here, and would give the loader's processes the same seeds on all workers,
+    so it is not used.
     """
 
     is_sharded = True
     """Whether lsgd has divided the data, so that nobody need compare what workers draw."""
 
     def __init__(self, dataset: Any, passes: Passes, options: dict[str, Any]) -> None:
+        options = {**options, "generator": None}
         if passes.unit == "sample" or options.get("batch_size", 1) is None:
             super().__init__(dataset, sampler=passes, **options)
         else:

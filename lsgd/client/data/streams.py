@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
@@ -13,9 +14,13 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lsgd.client.data.randomness import Apart
 from lsgd.errors import ConfigError
 
 logger = logging.getLogger("lsgd")
+
+_END = object()
+"""What follows the last element of a pass."""
 
 STREAM = -1
 """The length of a stream, in a checkpoint."""
@@ -57,6 +62,7 @@ class Part(IterableDataset[Any]):
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
         self._drawn = 0  # elements of this pass that this process has drawn
         self._deal = Deal(self._stream)
+        self._alike = Apart(0, 0)  # numbers for the order of a stream that each worker reads whole
         self._saved: dict[str, Any] | None = None  # where to begin the next pass
         self.follow()
 
@@ -83,17 +89,28 @@ class Part(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         resumed, came = self._saved is not None and get_worker_info() is None, False
         self._begin()
-        for element in self._from_position():
+        source = self._from_position()
+        while (element := self._next(source)) is not _END:
             came = True
-            mine = self._takes(self._drawn)
-            self._drawn += 1
-            if mine:
-                yield element
-                self.follow()
+            yield element
+            self.follow()
         self._drawn = 0
         self._next_epoch()
         if resumed and not came:  # nothing was left of the pass
             yield from self
+
+    def _next(self, source: Iterator[Any]) -> Any:
+        """Return the next element that is this process's, or the end.
+
+        The stream draws the same numbers on all workers: one that shuffles without a seed has one order.
+        """
+        with nullcontext() if self._deal.place else self._alike.drawing():
+            for element in source:
+                mine = self._takes(self._drawn)
+                self._drawn += 1
+                if mine:
+                    return element
+        return _END
 
     def _begin(self) -> None:
         """Divide the stream for a new pass; one that was left early is over."""
@@ -102,6 +119,8 @@ class Part(IterableDataset[Any]):
             self._next_epoch()
         self._drawn = 0
         self._deal = deal(self._stream, *self.place)
+        info = get_worker_info()
+        self._alike = Apart(info.id if info else 0, self.epoch)
         if self._saved and self._saved["place"] != self._deal.place:
             self.set_epoch(self._saved["epoch"] + 1)
             self._saved = None
@@ -194,7 +213,7 @@ class StreamLoader(DataLoader[Any]):
     def __init__(self, part: Part, agree: Callable[[bool], bool], options: dict[str, Any]) -> None:
         if taken := {"sampler", "batch_sampler"} & options.keys():
             raise ConfigError(f"a stream has no {taken.pop()}: leave it out, and shuffle the stream itself")
-        super().__init__(part, **options)
+        super().__init__(part, **{**options, "generator": None})  # it would give all workers' processes the same seeds
         self.part = part
         self._agree = agree
         self._batches = self._start = self._skip = 0  # of this pass: consumed; before it began here; to read again

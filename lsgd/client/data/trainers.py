@@ -13,6 +13,7 @@ from torch.utils import _pytree
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from lsgd.client.data.passes import Passes, Place
+from lsgd.client.data.randomness import OwnInEachProcess
 from lsgd.client.data.samplers import BY_HAND, ROWS_BY_HAND, passes_of
 from lsgd.client.data.shards import length
 from lsgd.client.data.streams import Part, is_stream
@@ -126,12 +127,20 @@ class TrainerData:
     """
 
     def __init__(self, loaders: Any, place: Place, seed: int) -> None:
-        self.parts = [_divide(bare(each), place, seed) for each in _pytree.tree_leaves(loaders)]
+        self._loaders = [bare(each) for each in _pytree.tree_leaves(loaders)]
+        self.parts = [_divide(each, place, seed) for each in self._loaders]
 
     def consume(self) -> None:
         """Count a batch of each loader that was trained on; let a stream know who the members are by now."""
         for each in self.parts:
             each.consume() if isinstance(each, Endless) else each.follow()
+
+    def begin_own(self) -> None:
+        """Let the loaders' processes draw numbers of this worker's own from the next pass on."""
+        for loader in self._loaders:
+            _replace(loader, "generator", None)
+            if loader.worker_init_fn is not None:
+                _replace(loader, "worker_init_fn", OwnInEachProcess(loader.worker_init_fn))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in each loader that has one: a stream begins its pass again."""
