@@ -15,6 +15,7 @@ PACKAGE = ROOT / "lsgd"
 LAYERS = (
     "errors",
     "lazy output payload registry election settings shards probe digests means",
+    "scattered",
     "flat",
     "learning_rate",
     "protocol",

@@ -406,7 +406,7 @@ class Checkpoints:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, x in chain(self._model.named_parameters(), self._model.named_buffers()):
-            yield from ((name, part) for part in written(local(x)))
+            yield from ((f"{name}/{i}" if i else name, part) for i, part in enumerate(written(local(x))))
 
 
 def _check_stateful(name: str, thing: object) -> None:
