@@ -82,7 +82,3 @@ class OutlierError(LsgdError):
     """The changes of this worker's model did not fit to those of the others, round after round."""
 
     exit_code = 65  # EX_DATAERR: restarting it unchanged does not help
-
-
-class DetachedError(LsgdError):
-    """A parameter is not the one that was joined, or is no longer in the flat buffer that is exchanged."""

@@ -1,174 +1,166 @@
-"""A model's parameters in one contiguous buffer for each dtype and device; the model works as before.
+"""A model's trainable parameters as flat vectors, one for each dtype and device. The model itself does not change.
 
-Each parameter's data becomes a view of a slice of the buffer. The view has its own storage, made through DLPack. So
-``torch.save`` of a submodule writes that submodule only, and safetensors sees tensors that share nothing.
+A vector is no memory of its own: its elements are those of the parameters, wherever these are just now
+(:mod:`lsgd.scattered`).
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lsgd.errors import ConfigError, DetachedError
-from lsgd.shards import local, move, reshard, room_of, sharded_modules, sharding_of, shards
+from lsgd.errors import ConfigError, LsgdError
+from lsgd.scattered import Memory, Place
+from lsgd.shards import is_sharded, local, reshard, sharded_modules, sharding_of
 
 ALIGNMENT_NBYTES = 64
-"""Every parameter starts at a multiple of this in its buffer: a cache line, and a CPU's widest vector."""
+"""Every parameter starts at a multiple of this in its vector: a cache line, and a CPU's widest vector."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Slot:
-    """Where a parameter is: ``numel`` elements from ``offset`` on, in the flat buffer number ``buffer``."""
+    """Where a parameter is in a vector: from ``offset`` on, in the flat vector number ``buffer``.
+
+    Args:
+        name: its name at the join.
+        module: where it is found, in ``module._parameters[key]``.
+        shape: of the parameter, or of this process's shard of it.
+        stride: strides of such a tensor whose elements are in the vector's order, which is that at the join.
+    """
 
     name: str
-    parameter: nn.Parameter
     buffer: int
     offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    module: nn.Module = field(repr=False)
+    key: str = field(repr=False)
 
     @property
     def numel(self) -> int:
         """Elements of the parameter, or of this process's shard of it."""
-        return local(self.parameter).numel()
+        return self.shape.numel()
 
     @property
-    def stride(self) -> tuple[int, ...]:
-        """Strides of the parameter's view."""
-        return _dense_stride(local(self.parameter).data)
+    def parameter(self) -> nn.Parameter:
+        """The parameter that the model has now."""
+        return self.module._parameters[self.key]  # type: ignore[return-value]
+
+    def held(self) -> Tensor:
+        """Return the parameter, or this process's shard of it."""
+        return local(self.parameter)
 
 
 class Layout:
-    """Where the trainable parameters of a model are in flat buffers, one for each dtype and device.
+    """Where the trainable parameters of a model are in flat vectors, one for each dtype and device.
 
-    The model stays unchanged. Tied parameters occur once. Of sharded ones, the buffers have this process's shards.
+    Tied parameters occur once. Of sharded ones, the vectors have this process's shards.
 
     Raises ConfigError if it has no trainable parameter, or one that cannot be exchanged.
 
     Attributes:
-        kinds: dtype of each buffer, and device of its parameters.
-        lengths: of each buffer, in elements.
-        kept: FSDP2's records of sharded parameters, by their identities.
+        kinds: dtype and device of the parameters of each vector.
+        lengths: of each vector, in elements.
     """
 
     def __init__(self, model: nn.Module) -> None:
         reshard(sharded_modules(model))
-        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        if not named:
+        found = [(name, *place) for name, place in _places(model).items() if place[2].requires_grad]
+        if not found:
             raise ConfigError("the model has no parameter with requires_grad: there is nothing to train")
-        for name, parameter in named:
+        for name, _, _, parameter in found:
             _check(name, parameter)
-        self.kept = shards(model)
-        self.kinds = list(dict.fromkeys((p.dtype, p.device) for _, p in named))
+        self.kinds = list(dict.fromkeys((p.dtype, p.device) for *_, p in found))
         self.lengths = [0] * len(self.kinds)
         self.slots: list[Slot] = []
-        for name, parameter in named:
-            buffer = self.kinds.index((parameter.dtype, parameter.device))
-            self.slots.append(Slot(name, parameter, buffer, self.lengths[buffer]))
-            kept = self.kept.get(id(parameter))
-            room = local(parameter).numel() if kept is None else room_of(kept)
+        for name, module, key, parameter in found:
+            buffer, own = self.kinds.index((parameter.dtype, parameter.device)), local(parameter)
+            slot = Slot(name, buffer, self.lengths[buffer], own.shape, _dense_stride(own), module, key)
+            self.slots.append(slot)
             unit = ALIGNMENT_NBYTES // parameter.element_size()
-            self.lengths[buffer] += -(-room // unit) * unit
+            self.lengths[buffer] += -(-slot.numel // unit) * unit
 
-    def views(self, buffers: Sequence[Tensor]) -> list[Tensor]:
-        """Return views of buffers with this layout, shaped like the parameters, in the order of ``slots``."""
-        return [_view(buffers[s.buffer], s.offset, local(s.parameter).data) for s in self.slots]
+    def views(self, vectors: Sequence[Tensor]) -> list[Tensor]:
+        """Return tensors in the memory of plain vectors, shaped like the parameters, in the order of ``slots``.
+
+        To torch they are no views: autograd may change each of them as it does any gradient.
+        """
+        return [window(vectors[s.buffer], s) for s in self.slots]
 
 
 class FlatParameters:
-    """The trainable parameters of a model, moved into flat buffers.
+    """The trainable parameters of a model as flat vectors: what reads or writes these reads or writes the model.
 
-    Frozen parameters (``requires_grad`` false) never change, and stay where they are. The padding between parameters
-    starts as zero, and is not part of the model.
+    Nothing of the model changes. Frozen parameters (``requires_grad`` false) belong to no vector. The padding between
+    parameters starts as zero, and is not part of the model.
 
-    The Parameter objects stay the same, so optimizers and hooks stay valid. With ``offload``, the parameters stay where
-    they are, and the buffers, and all tensors created like them, are in host memory, pinned for a GPU.
+    The parameters are those that the model has at each use: another object, on another device or in other memory too.
+    Tensors created like the vectors are where the parameters were at the join; with ``offload``, in host memory.
 
-    Raises ConfigError as :class:`Layout`. Then nothing has changed.
+    Raises ConfigError as :class:`Layout`.
     """
 
     def __init__(self, model: nn.Module, *, offload: bool = False, layout: Layout | None = None) -> None:
-        self.model = model
+        self.model, self.layout = model, layout or Layout(model)
+        self.slots = self.layout.slots
         self._sharded = sharded_modules(model)
-        reshard(self._sharded)
-        self.layout = placed = layout or Layout(model)
-        self.slots = placed.slots
-        self._note_links()
-        self._offload = offload
-        self._copied: list[tuple[nn.Parameter, Tensor]] = []  # those that are not views, and their copies in buffers
-        self.frozen = [p for p in model.parameters() if not p.requires_grad]
-        self.buffers = [
-            torch.zeros(
-                n, dtype=dtype, device="cpu" if offload else device, pin_memory=offload and device.type == "cuda"
-            )
-            for n, (dtype, device) in zip(placed.lengths, placed.kinds, strict=True)
+        self._padding: list[Tensor] = []
+        self.buffers: list[Tensor] = [
+            Memory(self._places_in(index), dtype, torch.device("cpu") if offload else device).vector()
+            for index, (dtype, device) in enumerate(self.layout.kinds)
         ]
-        self._addresses = [self._move(slot, placed.kept.get(id(slot.parameter))) for slot in self.slots]
 
-    def _move(self, slot: Slot, kept: Any) -> int:
-        """Move a parameter into its buffer, or copy it there; return the parameter's address from now on."""
-        parameter, buffer = slot.parameter, self.buffers[slot.buffer]
-        if kept is not None and not self._offload:
-            move(kept, buffer[slot.offset : slot.offset + room_of(kept)])
-            return local(parameter).data_ptr()
-        view = _view(buffer, slot.offset, local(parameter).data, apart=not self._offload)
-        view.copy_(local(parameter).data)
-        if self._offload or sharding_of(parameter):
-            self._copied.append((parameter, view))
-        else:
-            parameter.data = view
-        return local(parameter).data_ptr()
+    def _places_in(self, index: int) -> list[Place]:
+        """Return the places of a vector: those of its parameters, and padding between them."""
+        slots, (dtype, device) = [s for s in self.slots if s.buffer == index], self.layout.kinds[index]
+        ends = [*(slot.offset for slot in slots[1:]), self.layout.lengths[index]]
+        padding = torch.zeros(ends[-1] - sum(slot.numel for slot in slots), dtype=dtype, device=device)
+        self._padding.append(padding)
+        pieces = torch.split(padding, [end - slot.offset - slot.numel for slot, end in zip(slots, ends, strict=True)])
+        own = [Place(slot.held, slot.shape, slot.stride) for slot in slots]
+        between = [Place(piece.detach, piece.shape, (1,)) for piece in pieces]
+        return [place for both in zip(own, between, strict=True) for place in both]
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Keep buffers and parameters equal inside and afterwards; an error inside leaves the parameters as before."""
+    @property
+    def frozen(self) -> list[nn.Parameter]:
+        """The parameters that belong to no vector."""
+        joined = {id(slot.parameter) for slot in self.slots}
+        return [p for p in self.model.parameters() if id(p) not in joined]
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that have the vectors' elements: the parameters, then the padding."""
+        return [*(slot.held().detach() for slot in self.slots), *self._padding]
+
+    def reshard(self) -> None:
+        """Put a sharded model's shards in the place of parameters that are gathered."""
         reshard(self._sharded)
-        for parameter, view in self._copied:
-            view.copy_(local(parameter).detach())
-        yield
-        self.write_back()
 
-    @torch.no_grad()
-    def write_back(self) -> None:
-        """Copy the buffers back to the parameters that are not views of them."""
-        for parameter, view in self._copied:
-            local(parameter).copy_(view)
+    def find(self) -> None:
+        """Find the parameters anew, by their names: a script may have replaced modules and parameters.
 
-    def check(self) -> None:
-        """Raise DetachedError unless the model has the joined parameters, in their buffers, and trains no others."""
-        reshard(self._sharded)
-        for slot, address in zip(self.slots, self._addresses, strict=True):
-            if local(slot.parameter).data_ptr() != address:
-                raise _detached(slot.name, "replaced")
-        if self._links() != self._noted_links:
-            self._check_objects()
-            self._note_links()
-        for parameter in self.frozen:
+        Raises:
+            LsgdError: the model trains others than those that were joined, or they have other shapes or dtypes.
+        """
+        self.reshard()
+        found = _places(self.model)
+        names = {id(parameter): name for name, (*_, parameter) in found.items()}
+        for slot in self.slots:
+            before = slot.module._parameters.get(slot.key)
+            name = slot.name if slot.name in found else names.get(id(before), "")
+            if not name:
+                raise _changed(slot.name, "was removed")
+            slot.module, slot.key, parameter = found.pop(name)
+            kind = self.layout.kinds[slot.buffer][0]
+            if (now := local(parameter)).shape != slot.shape or now.dtype != kind:
+                was = f"{tuple(slot.shape)} in {kind}, and is {tuple(now.shape)} in {now.dtype}"
+                raise _changed(slot.name, f"had the shape {was}")
+        for name, (*_, parameter) in found.items():
             if parameter.requires_grad:
-                raise DetachedError(
-                    f"a parameter of shape {tuple(parameter.shape)} was frozen at Worker.join and is trainable now; "
-                    f"only those that require gradients at the join are exchanged"
-                )
-
-    def _note_links(self) -> None:
-        self._modules = list(self.model.modules())
-        self._noted_links = self._links()
-
-    def _links(self) -> list[int]:
-        """Return the identities of all modules' parts, four times faster than a walk by names."""
-        parts = (part for m in self._modules for part in (m._parameters, m._modules))
-        return [id(x) for part in parts for x in part.values()]
-
-    def _check_objects(self) -> None:
-        joined, named = {id(s.parameter): s.name for s in self.slots}, dict(self.model.named_parameters())
-        for name, parameter in named.items():
-            if parameter.requires_grad and id(parameter) not in joined:
-                raise _detached(name, "replaced" if name in joined.values() else "added")
-        for address in joined.keys() - {id(parameter) for parameter in named.values()}:
-            raise _detached(joined[address], "removed")
+                raise _changed(name, "was frozen or was not there, and is trainable")
 
 
 def floating_buffers(model: nn.Module) -> list[Tensor]:
@@ -190,9 +182,13 @@ def written_buffers(model: nn.Module) -> list[Tensor]:
 def written(x: Tensor) -> Iterator[Tensor]:
     """Yield what can be written of a buffer or a frozen parameter: of an expanded one what it repeats.
 
-    Of a sparse one, such as a graph's matrix, it is nothing: it stays as the script has made it.
+    Of a sparse one, such as a graph's matrix, it is nothing: it stays as the script has made it. Of a tensor of another
+    class, such as quantized weights, it is the tensors inside.
     """
-    if x.layout == torch.strided:
+    if is_traceable_wrapper_subclass(inner := cast(Any, x)):
+        for name in inner.__tensor_flatten__()[0]:
+            yield from written(getattr(inner, name))
+    elif x.layout == torch.strided:
         for dim in reversed(range(x.dim())):
             x = x if x.stride(dim) or x.shape[dim] < 2 else x.select(dim, 0)
         yield x
@@ -220,13 +216,24 @@ def describe(model: nn.Module, *, whole: bool = False) -> tuple[str, str]:
     return digest, summary
 
 
-def _detached(name: str, what: str) -> DetachedError:
-    return DetachedError(
-        f"the parameter {name} was {what} after Worker.join (for example by model.to(...), model.layer = ..., "
-        f"load_state_dict(..., assign=True) or accelerate's LocalSGD), so its training would not be exchanged; do that "
-        f"before the join, or copy the new values into the old parameter, as load_state_dict does "
-        f"without assign=True"
+def _changed(name: str, what: str) -> LsgdError:
+    return LsgdError(
+        f"the parameter {name} {what}, since Worker.join: a run exchanges the same parameters from its start to its "
+        f"end. Make the model as it is to be before the join, in its dtype; a layer that is to train later requires "
+        f"gradients at the join, and is frozen after that, with requires_grad_(False), until it trains"
     )
+
+
+def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str, nn.Parameter]]:
+    """Return each parameter of a model by its name, and where it is found; tied ones once."""
+    found: dict[str, tuple[nn.Module, str, nn.Parameter]] = {}
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[f"{prefix}.{key}" if prefix else key] = module, key, parameter
+    return found
 
 
 def _check(name: str, parameter: nn.Parameter) -> None:
@@ -235,20 +242,27 @@ def _check(name: str, parameter: nn.Parameter) -> None:
         raise ConfigError(f"the parameter {name} is {what}; only dense parameters in real memory can be exchanged")
     if not parameter.is_floating_point():
         raise ConfigError(f"the parameter {name} is {parameter.dtype}; only floating-point parameters can be exchanged")
+    kind = type(parameter.data)
+    if kind is not Tensor and not is_sharded(parameter):
+        raise ConfigError(
+            f"the parameter {name} is a {kind.__module__}.{kind.__qualname__}, which keeps its numbers in tensors of "
+            f"its own; only torch's own tensors can be exchanged: train this layer unquantized, or freeze it with "
+            f"requires_grad_(False) and train others"
+        )
 
 
-def _view(buffer: Tensor, offset: int, like: Tensor, *, apart: bool = True) -> Tensor:
-    """Return a slice of ``buffer`` with the shape and strides of ``like`` and, if ``apart``, its own storage."""
-    flat = buffer[offset : offset + like.numel()]
-    if apart:
-        flat = from_dlpack(flat)
-    return flat.as_strided(like.shape, _dense_stride(like))
+def window(vector: Tensor, slot: Slot) -> Tensor:
+    """Return the part of a plain vector that belongs to a parameter, in the parameter's shape."""
+    made = torch.empty(0, dtype=vector.dtype, device=vector.device)
+    return made.set_(vector.untyped_storage(), vector.storage_offset() + slot.offset, slot.shape, slot.stride)
 
 
 def _order_of(parameter: Tensor) -> str:
-    """Return the order of a trained parameter's elements in the flat buffers; empty if it is the usual one."""
+    """Return the order of a trained parameter's elements in the flat vectors; empty if it is the usual one."""
+    if not parameter.requires_grad:
+        return ""
     like = torch.empty_like(local(parameter), device="meta")
-    return f" in memory as {like.stride()}" if parameter.requires_grad and not like.is_contiguous() else ""
+    return "" if like.is_contiguous() else f" in memory as {like.stride()}"
 
 
 def _dense_stride(like: Tensor) -> tuple[int, ...]:

@@ -1,25 +1,21 @@
 """Parameters sharded by FSDP2 (``torch.distributed.fsdp.fully_shard``): the part of each that this process holds.
 
-Only this file uses FSDP2's private names. With them, shards become views of flat buffers. If torch lacks them, or they
-work differently, shards are copied into the buffers and back.
+FSDP2 puts other memory behind a shard at the first forward pass, and gathered parameters in the place of shards in each
+one. So whoever reads or writes shards calls :func:`reshard` before, and asks for them anew with :func:`local`.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
-from torch.utils.dlpack import from_dlpack
 
 from lsgd.errors import ConfigError
-
-logger = logging.getLogger("lsgd")
 
 RATES = ("lr", "initial_lr")
 """Entries of a parameter group: its rate, and, where a schedule sets that, its base."""
@@ -103,53 +99,6 @@ def reshard(modules: Iterable[Any]) -> None:
     """Make FSDP2 drop gathered parameters: an evaluation leaves the root module's in place of the shards."""
     for module in modules:
         module.reshard()
-
-
-def room_of(kept: Any) -> int:
-    """Return how many elements a shard needs in a buffer: FSDP2 pads shards to equal sizes."""
-    return int(kept._sharded_param_data.numel())
-
-
-def move(kept: Any, buffer: Tensor) -> None:
-    """Make a part of a flat buffer the memory of a shard; ``kept`` is FSDP2's record of it."""
-    data = from_dlpack(buffer)  # with its own storage
-    data.copy_(kept._sharded_param_data)
-    kept._sharded_param_data, kept.sharded_param._local_tensor = data, _window(kept, data)
-
-
-def _window(kept: Any, padded: Tensor) -> Tensor:
-    """Return the shard's view of its padded memory."""
-    dim = kept.fsdp_placement.dim
-    whole = padded.view(kept.padded_sharded_param_size)
-    return whole.narrow(dim, 0, kept.sharded_param._local_tensor.size(dim))
-
-
-def shards(model: nn.Module) -> dict[int, Any]:
-    """Return torch's ``FSDPParam`` of each sharded parameter, by its identity; empty if torch's names differ.
-
-    Raises ConfigError if FSDP2 keeps the shards in host memory.
-    """
-    try:
-        found = {id(kept.sharded_param): kept for kept in _kept(model)}
-        for kept in found.values():
-            window = _window(kept, kept._sharded_param_data)
-            if window.data_ptr() != kept.sharded_param._local_tensor.data_ptr() or not window.is_contiguous():
-                raise AttributeError("a shard is not a view of its padded memory")
-    except (AttributeError, RuntimeError, IndexError) as error:
-        logger.warning("torch %s keeps shards in an unknown way (%s): each round copies them", torch.__version__, error)
-        return {}
-    if any(getattr(kept, "offload_to_cpu", False) for kept in found.values()):
-        raise ConfigError("fully_shard with CPUOffloadPolicy is not supported: leave out offload_policy")
-    return found
-
-
-def _kept(model: nn.Module) -> Iterator[Any]:
-    for module in sharded_modules(model):
-        state = module._get_fsdp_state()
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        for group in groups:
-            if group is not None:
-                yield from group.fsdp_params
 
 
 def local_state(state: Any) -> Any:

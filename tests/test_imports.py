@@ -15,6 +15,7 @@ PACKAGE = ROOT / "lsgd"
 LAYERS = (
     "errors",
     "lazy output payload processors registry election settings shards probe digests means",
+    "scattered",
     "flat",
     "learning_rate schedulers",
     "protocol",

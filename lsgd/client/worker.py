@@ -123,8 +123,8 @@ class Worker:
 
         The server's address, this worker's number on the machine and its device come from the variables
         ``LSGD_LOCAL``, ``LSGD_LOCAL_RANK`` and ``LSGD_DEVICE``, which ``lsgd launch`` sets; otherwise from torchrun's
-        or Slurm's. Join after the model is on its device and in its dtype: the parameters move into flat buffers
-        (the Parameter objects stay the same), and must stay there.
+        or Slurm's. Join after the model is on its device and in its dtype. Nothing of it changes: rounds find
+        the parameters by their names.
 
         Args:
             model: any module with dense floating-point parameters; those that require gradients are exchanged.
@@ -425,7 +425,7 @@ class Worker:
         script may pause between two passes.
 
         Raises:
-            DetachedError: a parameter was replaced, or taken from its optimizer, since the join.
+            LsgdError: the model's parameters are others than those joined, or one was taken from its optimizer.
             JoinError: the servers refuse this worker, because it trains on another's data (exit code 77).
             EvictedError: the run continues without this worker (exit code 76: ``lsgd launch`` starts it again).
             ServerLostError: the servers were silent for longer than ``server_timeout_s`` (exit code 75).

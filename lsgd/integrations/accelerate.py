@@ -77,8 +77,8 @@ class LsgdLoop(Integration):
     def __enter__(self) -> Self:
         if "accelerate.local_sgd" in sys.modules:
             logger.warning(
-                "the script imports accelerate's LocalSGD: remove it, because lsgd replaces it; LocalSGD replaces the "
-                "parameters with new tensors, which lsgd could not exchange"
+                "the script imports accelerate's LocalSGD: remove it, because lsgd takes its place: in one process "
+                "it averages nothing"
             )
         self._shard(self._loader, self._seed)
         worker = self._join(self._model, self._optimizer, self._accelerator.scaler, 0)

@@ -8,7 +8,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
@@ -197,7 +196,6 @@ class SimulatedWorker:
         run: what the seeds of stochastic rounding and of elections are derived from.
         probe: returns the loss on a batch common to all workers, for elections by probe.
         speed: relative to the mean speed of all workers; times a period, it must be a whole number of steps.
-        flat: the model's flat parameters, if ``parameters`` are its buffers.
 
     Raises:
         ConfigError: the period or the delay is ``auto``, the election needs a probe, or the speed does not fit the
@@ -217,12 +215,10 @@ class SimulatedWorker:
         run: str = "",
         probe: Callable[[], float] | None = None,
         speed: float = 1.0,
-        flat: FlatParameters | None = None,
     ) -> None:
         if settings.period_is_auto or settings.delay_is_auto:
             raise ConfigError("simulated workers have no network to measure; set a period and a delay")
         self.group = group
-        self._flat = flat
         self.parameters = parameters
         self.gradients = gradients
         self.optimizer = optimizer
@@ -256,17 +252,17 @@ class SimulatedWorker:
         speed: float = 1.0,
         offload: bool = False,
     ) -> Self:
-        """Return a worker that trains ``model``, whose parameters and gradients move into flat tensors.
+        """Return a worker that trains ``model``, whose gradients move into flat tensors.
 
-        The probe is called without gradients and with the model in evaluation mode. With ``offload``, the algorithm
-        works on a copy of the parameters, as with the setting of that name.
+        The probe is called without gradients and with the model in evaluation mode. With ``offload``, the algorithm's
+        tensors are in host memory, as with the setting of that name.
         """
         flat = FlatParameters(model, offload=offload)
         gradients = [torch.zeros_like(x) for x in flat.buffers]
         for slot, view in zip(flat.slots, flat.layout.views(gradients), strict=True):
             slot.parameter.grad = view
         evaluate = partial(probe_loss, model, probe) if probe else None
-        options: dict[str, Any] = {"steps": steps, "run": run, "probe": evaluate, "speed": speed, "flat": flat}
+        options: dict[str, Any] = {"steps": steps, "run": run, "probe": evaluate, "speed": speed}
         return cls(group, settings, flat.buffers, gradients, optimizer, buffers=floating_buffers(model), **options)
 
     def step(self, compute_loss: Callable[[], Tensor]) -> float:
@@ -301,39 +297,29 @@ class SimulatedWorker:
 
     def begin(self, order: Round) -> None:
         """Begin a generation: copy the shared state from the source, and reset the algorithm."""
-        with self._current():
-            for tensor in self.algorithm.shared_state():
-                self.group.broadcast(tensor, order.source)
-            self.algorithm.reset(self.parameters, self.group, order)
+        for tensor in self.algorithm.shared_state():
+            self.group.broadcast(tensor, order.source)
+        self.algorithm.reset(self.parameters, self.group, order)
 
     def settle(self) -> None:
         """Complete a transfer that is still in flight, as a worker does before each round."""
-        with self._current():
-            land(self.algorithm.settle(self.parameters))
+        land(self.algorithm.settle(self.parameters))
 
     def iterate(self, order: Round | None, compute_loss: Callable[[], Tensor]) -> float:
         """Take one step, with this round or without one, and return its loss."""
         if order is not None:
-            with self._current():
-                land(self.algorithm.before_forward(self.parameters, self.group, order))
+            land(self.algorithm.before_forward(self.parameters, self.group, order))
         for gradient in self.gradients:
             gradient.zero_()
         loss = compute_loss()
         loss.backward()  # type: ignore[no-untyped-call]
         if order is not None:
             land(self.algorithm.after_backward(self.parameters, self.gradients, self.group, order))
-            if self._flat is not None:
-                self._flat.write_back()
         self.optimizer.step()
-        with self._current() if self.algorithm.acts_after_step else nullcontext():
-            land(self.algorithm.after_step(self.parameters))
+        land(self.algorithm.after_step(self.parameters))
         self._losses.append(float(loss.detach()))
         self.steps += 1
         return self._losses[-1]
-
-    def _current(self) -> AbstractContextManager[None]:
-        """Give the parameters and the model the same values, inside the context and after it."""
-        return nullcontext() if self._flat is None else self._flat.current()
 
     def mean_loss(self) -> float:
         """Return the mean loss of the last ``local_period`` steps; infinity if there is no finite one."""

@@ -15,7 +15,7 @@ from lsgd.algorithms.bytegrad import ByteGradSettings
 from lsgd.algorithms.qsgd import QSGDSettings
 from lsgd.client.iteration.gradients import GradientExchange
 from lsgd.client.iteration.round import ActiveRound, State
-from lsgd.errors import DetachedError, ExchangeError, LsgdError
+from lsgd.errors import ExchangeError, LsgdError
 from lsgd.flat import FlatParameters
 from lsgd.protocol.messages import Round
 from lsgd.testing.simulation import SimulatedGroup, simulate
@@ -322,7 +322,7 @@ def test_a_layer_that_is_frozen_on_some_workers_only_moves_alike_on_all() -> Non
 def test_a_sparse_gradient_is_refused_by_name() -> None:
     bench = alone(model=nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)))
     bench.arm()
-    with pytest.raises(DetachedError, match=r"gradient of 0\.weight is sparse; AllReduce .*sparse=False"):
+    with pytest.raises(LsgdError, match=r"gradient of 0\.weight is sparse; AllReduce .*sparse=False"):
         bench.model(torch.tensor([1, 2])).sum().backward()
 
 

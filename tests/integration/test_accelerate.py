@@ -55,9 +55,8 @@ def test_a_loop_that_ends_before_the_run_leaves_with_a_consensus(cluster) -> Non
 def test_local_sgd_in_the_loop_is_named(cluster) -> None:
     cluster.start("--workers", "1", "--iterations", "20", "--period", "4")
     worker = cluster.worker("accelerated", 0, 0, "--local-sgd")
-    assert worker.wait() == 1
+    worker.succeeds()
     assert "the script imports accelerate's LocalSGD: remove it" in worker.output
-    assert "DetachedError: the parameter weight was replaced after Worker.join" in worker.output
 
 
 def test_the_example(cluster) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from lsgd.client import Worker
 from lsgd.client.iteration import steps
 from lsgd.client.iteration.steps import FAIL_AFTER_STEPS, WARN_AFTER_STEPS
-from lsgd.errors import ConfigError, DetachedError, LsgdError
+from lsgd.errors import ConfigError, LsgdError
 
 from .test_steps import BATCH, network
 
@@ -65,19 +65,30 @@ def assign_state(model: nn.Sequential) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (replace_parameter, "the parameter 0.weight was replaced after Worker.join"),
-        (replace_module, "the parameter 2.weight was replaced after Worker.join"),
-        (replace_all_modules, "the parameter 2.weight was replaced after Worker.join"),
-        (assign_state, "the parameter 0.weight was replaced after Worker.join"),
-        (lambda model: model.append(nn.Linear(1, 1)), "the parameter 3.weight was added after Worker.join"),
-        (lambda model: model[0].register_parameter("bias", None), "the parameter 0.bias was removed after"),
+        (lambda model: model.append(nn.Linear(1, 1)), "the parameter 3.weight was frozen or was not there, and is"),
+        (lambda model: model[0].register_parameter("bias", None), "the parameter 0.bias was removed, since"),
     ],
 )
-def test_another_parameter_object_is_an_error_at_the_next_iteration(loop, change, message) -> None:
+def test_another_set_of_parameters_is_an_error_at_the_next_iteration(loop, change, message) -> None:
     loop.train(2)
     change(loop.model)
-    with pytest.raises(DetachedError, match=message):
+    with pytest.raises(LsgdError, match=message):
         loop.train(2)
+
+
+@pytest.mark.parametrize("change", [replace_parameter, replace_module, replace_all_modules, assign_state])
+def test_other_parameters_of_the_same_names_are_taken_and_it_is_said_that_no_optimizer_trains_them(
+    loop, caplog, change
+) -> None:
+    loop.train(2)
+    change(loop.model)
+    with caplog.at_level(logging.WARNING, logger="lsgd"):
+        loop.train(3)
+    assert caplog.text.count("is another object since Worker.join, and none of the joined optimizers has it") == 1
+    loop.optimizer.param_groups[0]["params"] = list(loop.model.parameters())
+    before = loop.model[2].weight.clone()
+    loop.train(2)
+    assert not torch.equal(loop.model[2].weight, before)
 
 
 def test_new_names_for_the_joined_parameters_are_no_error(loop) -> None:
@@ -92,7 +103,7 @@ def test_new_names_for_the_joined_parameters_are_no_error(loop) -> None:
 def test_an_optimizer_that_loses_a_parameter_is_an_error(loop) -> None:
     loop.train(2)
     loop.optimizer.param_groups[0]["params"] = list(network().parameters())
-    with pytest.raises(DetachedError, match=r"groups have lost the parameter 0\.weight since"):
+    with pytest.raises(LsgdError, match=r"groups have lost the parameter 0\.weight since"):
         loop.train(2)
 
 

@@ -1,13 +1,12 @@
 """Flat parameters: the model does not notice, and what would go wrong silently is said."""
 
 import copy
-import io
 
 import pytest
 import torch
 from torch import nn
 
-from lsgd.errors import ConfigError, DetachedError
+from lsgd.errors import ConfigError, LsgdError
 from lsgd.flat import ALIGNMENT_NBYTES, FlatParameters, describe, floating_buffers
 
 
@@ -31,32 +30,34 @@ def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def test_the_model_keeps_its_values_objects_and_strides() -> None:
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def test_nothing_of_the_model_changes() -> None:
     model = Odd()
     before, objects = snapshot(model), list(model.parameters())
-    strides = [p.stride() for p in objects]
+    places = [(p.data_ptr(), p.stride(), p._version, p.untyped_storage().data_ptr()) for p in objects]
     flat = FlatParameters(model)
+    flat.find()
 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert [id(p) for p in model.parameters()] == [id(p) for p in objects]
-    assert [p.stride() for p in objects] == strides
-    assert model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert [(p.data_ptr(), p.stride(), p._version, p.untyped_storage().data_ptr()) for p in objects] == places
     assert model.head.weight is model.embedding.weight
     assert {b.dtype for b in flat.buffers} == {torch.float32, torch.bfloat16}
-    flat.check()
 
 
-def test_a_change_of_the_buffer_is_one_of_the_model_and_the_other_way_round() -> None:
+def test_a_change_of_a_vector_is_one_of_the_model_and_the_other_way_round() -> None:
     model = Odd()
     flat = FlatParameters(model)
     frozen = model.frozen.weight.clone()
     for buffer in flat.buffers:
         buffer.fill_(3.0)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert all(bool((p == 3).all()) for p in trained)
+    assert all(bool((p == 3).all()) for p in trained(model))
     assert torch.equal(model.frozen.weight, frozen)
 
-    optimizer = torch.optim.SGD(trained, lr=1.0)
+    optimizer = torch.optim.SGD(trained(model), lr=1.0)
     x = torch.ones(2, 4)
     model.head(x).sum().backward()
     optimizer.step()
@@ -64,13 +65,23 @@ def test_a_change_of_the_buffer_is_one_of_the_model_and_the_other_way_round() ->
     assert flat.buffers[0].eq(1.0).sum() == 24
 
 
+def test_torch_notices_that_a_weight_changes_under_a_live_graph() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    flat = FlatParameters(model)
+    for change in (lambda x: x.copy_(torch.ones(x.shape)), lambda x: x.lerp_(torch.ones(x.shape), 0.5), torch.zero_):
+        loss = model(torch.ones(1, 3)).sum()
+        change(flat.buffers[0])
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model(torch.ones(1, 3)).sum().backward()
+
+
 def test_parameters_are_aligned_and_the_padding_is_zero() -> None:
     model = Odd()
     flat = FlatParameters(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert all(p.data_ptr() % ALIGNMENT_NBYTES == 0 for p in trained if p.numel())
+    assert all(slot.offset * slot.parameter.element_size() % ALIGNMENT_NBYTES == 0 for slot in flat.slots)
     total = sum(b.double().sum().item() for b in flat.buffers)
-    assert total == pytest.approx(sum(p.double().sum().item() for p in trained), rel=1e-12)
+    assert total == pytest.approx(sum(p.double().sum().item() for p in trained(model)), rel=1e-12)
 
 
 def test_tied_parameters_are_there_once() -> None:
@@ -90,16 +101,7 @@ def test_windows_onto_other_buffers_have_the_shapes_and_strides_of_the_model() -
         assert torch.equal(value, model.get_parameter(name))
         assert value.stride() == model.get_parameter(name).stride()
         assert value.data_ptr() != model.get_parameter(name).data_ptr() or not value.numel()
-
-
-def test_a_saved_submodule_has_its_own_bytes_only() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(1000, 1000))
-    FlatParameters(model)
-    stream = io.BytesIO()
-    torch.save(model[0].state_dict(), stream)
-    assert len(stream.getvalue()) < 5_000
-    loaded = torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
-    assert torch.equal(loaded["weight"], model[0].weight)
+        assert value._base is None  # so that optimizers may detach gradients in place
 
 
 def test_a_deep_copy_is_a_model_of_its_own() -> None:
@@ -111,50 +113,86 @@ def test_a_deep_copy_is_a_model_of_its_own() -> None:
         buffer.zero_()
     assert all(torch.equal(value, before[name]) for name, value in twin.state_dict().items())
     assert twin.head.weight is twin.embedding.weight
-    flat.check()
     averaged = torch.optim.swa_utils.AveragedModel(model)
     averaged.update_parameters(model)
-    flat.check()
-
-
-def test_loading_a_state_dict_keeps_the_windows() -> None:
-    model = Odd()
-    state = snapshot(model)
-    flat = FlatParameters(model)
-    flat.buffers[0].zero_()
-    model.load_state_dict(state)
-    flat.check()
-    assert torch.equal(model.conv.weight, state["conv.weight"])
-    assert flat.buffers[0].count_nonzero() > 0
+    flat.find()
 
 
 def replace_data(model: Odd) -> None:
-    model.low.weight.data = torch.zeros(3, 7, dtype=torch.bfloat16)
+    model.low.weight.data = torch.full((3, 7), 2.0, dtype=torch.bfloat16)
+
+
+def replace_parameter(model: Odd) -> None:
+    model.low.weight = nn.Parameter(torch.full((3, 7), 2.0, dtype=torch.bfloat16))
+
+
+def replace_module(model: Odd) -> None:
+    model.low = nn.Linear(7, 3, dtype=torch.bfloat16)
+
+
+def assign_state(model: Odd) -> None:
+    model.load_state_dict({name: value + 1 for name, value in Odd().state_dict().items()}, assign=True)
+    model.head.weight = model.embedding.weight  # as it was: torch makes two of them
+
+
+def join_in_one_memory(model: Odd) -> None:
+    """What cuDNN does with the weights of an LSTM, in flatten_parameters()."""
+    weights = [model.head.weight, model.norm.weight, model.norm.bias]
+    memory = torch.cat([p.detach().reshape(-1) for p in weights])
+    for p, part in zip(weights, memory.split([p.numel() for p in weights]), strict=True):
+        p.data = part.view(p.shape)
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    "change",
     [
-        (lambda m: m.to(torch.float64), "scale"),
-        (lambda m: m.low.half(), "low.weight"),
-        (replace_data, "low.weight"),
-        (lambda m: m.conv.to(memory_format=torch.contiguous_format), "conv.weight"),
+        replace_data,
+        replace_parameter,
+        replace_module,
+        assign_state,
+        join_in_one_memory,
+        lambda m: m.conv.to(memory_format=torch.contiguous_format),
+        lambda m: setattr(m, "low", nn.Sequential(m.low)),  # its parameters have other names now
     ],
 )
-def test_a_replaced_parameter_is_noticed_and_named(change, name) -> None:
+def test_parameters_are_found_wherever_they_are(change) -> None:
     model = Odd()
     flat = FlatParameters(model)
     change(model)
-    with pytest.raises(DetachedError, match=f"the parameter {name} was replaced after Worker.join"):
-        flat.check()
+    flat.find()
+    for slot, own in zip(flat.slots, flat.layout.views([b.clone() for b in flat.buffers]), strict=True):
+        assert slot.parameter in set(model.parameters()) and torch.equal(own, slot.parameter)
+    for buffer in flat.buffers:
+        buffer.copy_(torch.arange(len(buffer)))
+    for slot, new in zip(flat.slots, flat.layout.views([b.clone() for b in flat.buffers]), strict=True):
+        assert torch.equal(new, slot.parameter) and new.reshape(-1).sum() == slot.parameter.sum()
 
 
-def test_a_thawed_parameter_is_noticed() -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.to(torch.float64), r"scale had the shape \(\) in torch.float32, and is \(\) in torch.float64"),
+        (lambda m: setattr(m, "low", nn.Linear(7, 2, dtype=torch.bfloat16)), r"low.weight had the shape \(3, 7\)"),
+        (lambda m: m.norm.register_parameter("bias", None), "norm.bias was removed"),
+        (lambda m: m.frozen.weight.requires_grad_(), "frozen.weight was frozen or was not there, and is trainable"),
+        (lambda m: setattr(m, "more", nn.Linear(1, 1)), "more.weight was frozen or was not there"),
+    ],
+)
+def test_another_set_of_parameters_is_an_error_that_names_one(change, message) -> None:
     model = Odd()
     flat = FlatParameters(model)
-    model.frozen.weight.requires_grad_()
-    with pytest.raises(DetachedError, match=r"of shape \(4, 4\) was frozen at Worker.join and is trainable now"):
-        flat.check()
+    change(model)
+    with pytest.raises(LsgdError, match=f"the parameter {message}.*before the join"):
+        flat.find()
+
+
+def test_a_layer_that_is_to_train_later_is_joined_and_then_frozen() -> None:
+    model = Odd()
+    flat = FlatParameters(model)
+    for thawed in (False, True):
+        model.low.requires_grad_(thawed)
+        flat.find()
+        assert model.frozen.weight in set(flat.frozen) and model.low.weight not in set(flat.frozen)
 
 
 @pytest.mark.parametrize(

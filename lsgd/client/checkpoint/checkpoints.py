@@ -463,7 +463,7 @@ class Checkpoints:
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, x in chain(self._model.named_parameters(), self._model.named_buffers()):
-            yield from ((name, part) for part in written(local(x)))
+            yield from ((f"{name}/{i}" if i else name, part) for i, part in enumerate(written(local(x))))
 
 
 def _load(thing: Stateful, state: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ from lsgd.algorithms.base import Commit
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.iteration.round import ActiveRound, State
 from lsgd.collectives.background import Background
-from lsgd.errors import DetachedError, LsgdError
-from lsgd.flat import FlatParameters, Slot
+from lsgd.errors import LsgdError
+from lsgd.flat import FlatParameters, Slot, window
 from lsgd.shards import local, sharded_like
 
 
@@ -49,8 +49,9 @@ class GradientExchange:
         self._complete, self._ddp = complete, ddp
         self._slots = flat.slots
         self._gradients = [torch.zeros_like(x) for x in flat.buffers]
-        views = flat.layout.views(self._gradients)
-        self._views = [sharded_like(slot.parameter, view) for slot, view in zip(flat.slots, views, strict=True)]
+        self._parameters = [slot.parameter for slot in flat.slots]
+        self._views = [self._made(slot) for slot in flat.slots]
+        self._addresses = [local(view).data_ptr() for view in self._views]
         self._padding = [_padding(flat, index) for index in range(len(flat.buffers))]
         self._buckets = algorithm.buckets(self._gradients)
         self._present = torch.empty(len(flat.slots), device=flat.buffers[0].device)
@@ -60,6 +61,20 @@ class GradientExchange:
         self._hooks = [
             _after_accumulation(slot.parameter, self._hook(index, slot)) for index, slot in enumerate(flat.slots)
         ]
+
+    @property
+    def hooked(self) -> bool:
+        """Whether the hooks are on the parameters that the model has now."""
+        return all(slot.parameter is p for slot, p in zip(self._slots, self._parameters, strict=True))
+
+    def _made(self, slot: Slot) -> Tensor:
+        return sharded_like(slot.parameter, window(self._gradients[slot.buffer], slot))
+
+    def _view(self, index: int) -> Tensor:
+        """Return a gradient's view of the vector: another one if ``model.to(...)`` has given it other memory."""
+        if local(self._views[index]).data_ptr() != self._addresses[index]:
+            self._views[index] = self._made(self._slots[index])
+        return self._views[index]
 
     def arm(self, active: ActiveRound | None) -> None:
         """Let the next backward pass exchange its gradients in this round; None: exchange nothing."""
@@ -105,7 +120,7 @@ class GradientExchange:
             present = self._present.tolist() if lacking else []
             for index in lacking:
                 if present[index]:  # on another worker, perhaps because it is frozen here: all make the same step
-                    self._slots[index].parameter.grad = self._views[index]
+                    self._slots[index].parameter.grad = self._view(index)
 
         return Commit(change, commit.judged)
 
@@ -142,11 +157,16 @@ class GradientExchange:
     def _settle(self, index: int, parameter: nn.Parameter, name: str) -> None:
         """Move a parameter's gradient into its view of the buffer."""
         assert parameter.grad is not None
-        gradient, view = local(parameter.grad), local(self._views[index])
+        gradient, view = local(parameter.grad), local(self._view(index))
         if gradient.layout != torch.strided:
-            raise DetachedError(
+            raise LsgdError(
                 f"the gradient of {name} is sparse; {type(self._algorithm).__name__} exchanges dense ones only: use "
                 f"nn.Embedding(sparse=False), or choose an algorithm that exchanges models, such as leader"
+            )
+        if gradient.device != view.device:
+            raise LsgdError(
+                f"{name} is on {gradient.device}, and was on {view.device} at Worker.join; "
+                f"{type(self._algorithm).__name__} exchanges gradients there: move the model before the join"
             )
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
@@ -210,7 +230,7 @@ class GradientExchange:
         """Move every parameter's gradient into its view of the buffer; a missing one is zero there."""
         for index, slot in enumerate(self._slots):
             if slot.parameter.grad is None:
-                local(self._views[index]).zero_()
+                local(self._view(index)).zero_()
             else:
                 self._settle(index, slot.parameter, slot.name)
 

@@ -21,7 +21,7 @@ from lsgd.client.control.island import Island
 from lsgd.client.control.joining import Membership
 from lsgd.client.control.replicas import fingerprints
 from lsgd.client.groups.base import WorkerGroup
-from lsgd.errors import DetachedError, LsgdError
+from lsgd.errors import LsgdError
 from lsgd.flat import FlatParameters, written, written_buffers
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
@@ -85,7 +85,9 @@ class Replica:
         self.algorithm = self._create(membership.plan.algorithm)
         self.consensus_distance: float | None = None
         self.leader_model: list[Tensor] = []
-        self._stepped = self._in_groups()
+        joined = self._in_groups()
+        self._stepped = [(slot, slot.parameter) for slot in flat.slots if id(slot.parameter) in joined]
+        self._warned = False  # of parameters that no optimizer has
         self._resumed, checkpoints.algorithm = checkpoints.algorithm, None
         self._text = ""
         self._aligned = False  # parameters, which is said once
@@ -102,18 +104,29 @@ class Replica:
         return self.run.leads(self.algorithm.settings)
 
     def check(self) -> None:
-        """Check that the model and the optimizers still have the parameters that were joined.
+        """Find the model's parameters anew, and check that the optimizers still have theirs.
 
         Raises:
-            DetachedError: one was replaced, added or removed, so its training would not be exchanged.
+            LsgdError: the model trains others than those that were joined, or the optimizers have lost one.
         """
-        self.flat.check()
-        if lost := self._stepped - self._in_groups():
-            name = next((s.name for s in self.flat.slots if id(s.parameter) in lost), "a frozen one")
-            raise DetachedError(
-                f"the optimizers' parameter groups have lost the parameter {name} since Worker.join, so it is not "
-                f"trained; change param_groups before the join"
-            )
+        self.flat.find()
+        grouped = self._in_groups()
+        for slot, joined in self._stepped:
+            if id(slot.parameter) in grouped:
+                continue
+            if slot.parameter is joined:
+                raise LsgdError(
+                    f"the optimizers' parameter groups have lost the parameter {slot.name} since Worker.join, so it is "
+                    f"not trained; change param_groups before the join"
+                )
+            if not self._warned:
+                self._warned = True
+                logger.warning(
+                    "the parameter %s is another object since Worker.join, and none of the joined optimizers has it, "
+                    "so it is not trained: put the model's parameters into param_groups, or copy values into the old "
+                    "ones, as load_state_dict does without assign=True",
+                    slot.name,
+                )
 
     def _in_groups(self) -> set[int]:
         return {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
@@ -162,13 +175,13 @@ class Replica:
         """
         if not self.leader_model:
             return None
-        with self.flat.current():
-            tensors = [*self.flat.buffers, *self.finite.buffers()]
-            own = clones(tensors)
-            put(tensors, self.leader_model)
+        self.flat.find()
+        tensors = [*self.flat.buffers, *self.finite.buffers()]
+        own = clones(tensors)
+        put(tensors, self.leader_model)
         state = full_state_dict(self.model)
-        with self.flat.current():
-            put(tensors, own)
+        self.flat.reshard()
+        put(tensors, own)
         return state
 
     # -- in an island ------------------------------------------------------------------------------------------
@@ -177,16 +190,15 @@ class Replica:
         """Return what this process finds in its part of the model before a round; ``compares``: also fingerprints."""
         finite = None
         if not isinstance(self.algorithm, GradientAlgorithm):
-            finite = all_finite([local(slot.parameter).detach() for slot in self.flat.slots])
+            finite = all_finite(self.flat.tensors())
         return Look(finite, self._fingerprints() if compares else ())
 
     def _fingerprints(self) -> list[int]:
-        with self.flat.current():
-            return fingerprints(self._mirrored())
+        return fingerprints(self._mirrored())
 
     def _mirrored(self) -> list[Tensor]:
-        """Return what is equal in all replicas: the flat parameters, then the buffers."""
-        return [*self.flat.buffers, *written_buffers(self.model)]
+        """Return what is equal in all replicas: the parameters, then the buffers."""
+        return [*self.flat.tensors(), *written_buffers(self.model)]
 
     def align(
         self, island: Island, group: WorkerGroup, looks: Sequence[Look], add: Callable[[Sequence[float]], list[float]]
@@ -206,7 +218,7 @@ class Replica:
             ExchangeError: the head has failed, or another process.
             LsgdError: the processes have trained apart.
         """
-        tensors, parameters = self._mirrored(), len(self.flat.buffers)
+        tensors, parameters = self._mirrored(), len(self.flat.tensors())
         if looks:
             differs = [float(len({*each}) > 1) for each in zip(*(look.prints for look in looks), strict=True)]
         else:
@@ -247,7 +259,7 @@ class Replica:
         """
         if not any_:
             return [], [], self.algorithm.shared_state()
-        flat = [] if self.algorithm.common_model() else self.flat.buffers
+        flat = [] if self.algorithm.common_model() else self.flat.tensors()
         frozen = [part for x in self.flat.frozen for part in written(local(x))]
         return [*flat, *written_buffers(self.model), *states], frozen, self.algorithm.shared_state()
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -158,8 +158,7 @@ class Rounds:
             ends = not continues or (len(heard) >= schedule.parts and not waits)
         self.grants.stopped = True
         if not self.has_consensus:
-            with self._replica.flat.current():
-                self._land_before_leaving()
+            self._land_before_leaving()
             logger.info(
                 "%s leaves after %d iterations: the run continues without it, and its model is not the consensus, but "
                 "that of round %d",
@@ -229,28 +228,28 @@ class Rounds:
     def _enter(self, active: ActiveRound) -> WorkerGroup:
         """Enter a round, compute the consensus if it is the last, and return its group."""
         order, replica = active.order, self._replica
-        with replica.flat.current():
-            if order.generation != self.entry.generation:
-                self._land_before_leaving()
-            group, fresh = self.entry.group_of(order)
-            if not fresh:
-                self._settle()
-            active.group = group
-            self._align(group, anew=fresh or bool(order.new))
-            followed = self.entry.meet()
-            if order.averaged:  # by the phase that ends: the one that begins may copy a model
-                self._look(active)
-                self._agree(replica.average(group, order, finite=not active.model_is_broken))
-                self._clear_if_broken(active)
-            anew = self.entry.begin(group, order, fresh=fresh, followed=followed)
-            if anew or order.new or order.final or not self._looks:
-                self._look(active)
-            elif (finite := self._finite()) is not None:
-                active.finite_model = torch.tensor(finite, device="cpu")
-            active.to(State.ENTERED)
-            if order.final:
-                self._agree(replica.consensus(group, order, finite=not active.model_is_broken))
-                self._clear_if_broken(active)
+        replica.flat.reshard()
+        if order.generation != self.entry.generation:
+            self._land_before_leaving()
+        group, fresh = self.entry.group_of(order)
+        if not fresh:
+            self._settle()
+        active.group = group
+        self._align(group, anew=fresh or bool(order.new))
+        followed = self.entry.meet()
+        if order.averaged:  # by the phase that ends: the one that begins may copy a model
+            self._look(active)
+            self._agree(replica.average(group, order, finite=not active.model_is_broken))
+            self._clear_if_broken(active)
+        anew = self.entry.begin(group, order, fresh=fresh, followed=followed)
+        if anew or order.new or order.final or not self._looks:
+            self._look(active)
+        elif (finite := self._finite()) is not None:
+            active.finite_model = torch.tensor(finite, device="cpu")
+        active.to(State.ENTERED)
+        if order.final:
+            self._agree(replica.consensus(group, order, finite=not active.model_is_broken))
+            self._clear_if_broken(active)
         return group
 
     def _clear_if_broken(self, active: ActiveRound) -> None:
@@ -305,14 +304,13 @@ class Rounds:
         if active.order.final:
             return
         replica = self._replica
-        with replica.flat.current():
-            active.buffers = replica.exchange_buffers(group, active.order)
-            commit = replica.exchange(group, active.order, active.finite_model)
-            if not replica.algorithm.spans_backward:
-                self._commit(commit)
-                self._later = active if commit is None else None
-                if commit is not None and active.order.scope == "global":
-                    self._transfer_s = replica.algorithm.transfer_s
+        active.buffers = replica.exchange_buffers(group, active.order)
+        commit = replica.exchange(group, active.order, active.finite_model)
+        if not replica.algorithm.spans_backward:
+            self._commit(commit)
+            self._later = active if commit is None else None
+            if commit is not None and active.order.scope == "global":
+                self._transfer_s = replica.algorithm.transfer_s
 
     def _take_up(self, order: Round) -> None:
         """Take up the round's members and algorithm."""
@@ -332,6 +330,9 @@ class Rounds:
 
     def arm(self, *, begun: bool) -> None:
         """Let backward passes exchange gradients inside a step, but not between two steps."""
+        if self.gradients is not None and begun:  # the script may have replaced parameters between two steps
+            self._replica.flat.find()
+            self._serve(self._replica.algorithm)
         if self.gradients is not None:
             self.gradients.arm(self.active if begun else None)
 
@@ -356,7 +357,7 @@ class Rounds:
         if self.gradients is not None:
             raise LsgdError(
                 f"{self._who[0]}: optimizer.step() before the gradients were exchanged: no backward pass ran in this "
-                f"iteration, or all ran inside worker.no_sync()"
+                f"iteration, or all ran inside worker.no_sync(), or the model's parameters were replaced in it"
             )
         assert active.group is not None
         parameters, order = self._replica.flat.buffers, active.order
@@ -364,7 +365,6 @@ class Rounds:
             with self.stopwatch.spending("exchange"), self._dropped_on_errors(active):
                 commit = self._replica.algorithm.after_backward(parameters, (), active.group, order)
                 self._commit(commit)
-                self._replica.flat.write_back()
         except ExchangeError as error:
             logger.warning("round %d failed, the model is as before: %s", order.id, error)
             self._drop_all(error)
@@ -374,7 +374,9 @@ class Rounds:
     def after_step(self) -> None:
         """Call the algorithm's ``after_step``, and land the transfer that may have arrived."""
         flat, algorithm = self._replica.flat, self._replica.algorithm
-        with self.stopwatch.spending("exchange"), flat.current() if algorithm.acts_after_step else nullcontext():
+        with self.stopwatch.spending("exchange"):
+            if algorithm.acts_after_step:
+                flat.find()
             try:
                 self._land(algorithm.after_step(flat.buffers))
             except ExchangeError as error:  # it stays pending, so the next round fails too, and says why
@@ -474,7 +476,7 @@ class Rounds:
 
     def _serve(self, algorithm: Algorithm) -> None:
         """Let backward passes exchange gradients if the algorithm does."""
-        if self._served is algorithm:
+        if self._served is algorithm and (self.gradients is None or self.gradients.hooked):
             return
         self.close()
         self._served, self.gradients = algorithm, None
