@@ -16,7 +16,8 @@ from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.next_step import waits_for
 from lsgd.server.state import RunState
 
-from .failover_host import BrokenError, Host, MemoryLink, Worker
+from .failover_host import BrokenError, Host, Worker
+from .failover_network import MemoryLink
 from .simulated_run import Faults
 
 START_S = (0.5, 2.5)
