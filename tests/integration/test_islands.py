@@ -157,7 +157,7 @@ fragments = 1
 
 @pytest.mark.parametrize(
     ("how", "offload", "workers"),
-    [((), (), 2), (("--compile", "--adamw", "foreach"), ("--offload", "true"), 1), (("--adamw", "fused"), (), 2)],
+    [((), (), 2), (("--compile", "--adamw", "foreach"), ("--offload", "true"), 1), (("--adamw", "fused"), (), 1)],
     ids=["eager", "compiled", "fused"],
 )
 def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_path, how, offload, workers) -> None:

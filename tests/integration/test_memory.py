@@ -58,4 +58,3 @@ def test_the_table_has_what_is_resident(tmp_path: Path, offload: bool) -> None:
     assert measured.keys() == said.keys()
     for name, one in measured.items():
         assert (one.kept, one.peak) == pytest.approx((said[name].kept, said[name].peak), abs=TOLERANCE), name
-        print("DEV", offload, name, round(one.kept - said[name].kept, 2), round(one.peak - said[name].peak, 2))
