@@ -8,6 +8,7 @@ because the servers use it too.
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
@@ -18,7 +19,10 @@ AUTO = "auto"
 """The word for a setting's value that leaves the choice to lsgd."""
 
 LARGEST = 10**15
-"""The largest whole number in a setting: messages, JSON and floats can hold it, and sums of many."""
+"""The largest number in a setting: messages, JSON and floats can hold it, and sums and products of some."""
+
+_WRITTEN = {int: re.compile(r"[+-]?[0-9]+"), float: re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")}
+"""How flags, variables and ``lsgd set`` write numbers: Python would read 1_000 and the digits of other scripts, too."""
 
 _KINDS: dict[Any, Any] = {kind.__name__: kind for kind in (int, float, bool, str)}
 
@@ -43,7 +47,7 @@ def setting(
     raises ConfigError for a wrong value, for rules that ``choices`` cannot express. ``auto``: a value outside the
     range, which is written :data:`AUTO` and leaves the choice to the servers or the worker; None: there is none.
     """
-    if type(default) is int:
+    if type(default) in (int, float):
         low, high = max(low, -LARGEST), min(high, LARGEST)
     metadata = dict(meaning=meaning, low=low, high=high, choices=choices, valid=valid, fixed=fixed, auto=auto)
     return field(default=default, metadata=metadata)
@@ -234,6 +238,8 @@ def _converted(kind: type, value: Any) -> Any:
     if kind is str:
         return value if isinstance(value, str) else None
     if isinstance(value, bool):
+        return None
+    if isinstance(value, str) and not _WRITTEN[kind].fullmatch(value):
         return None
     try:
         number = kind(value) if isinstance(value, str) else value

@@ -1010,11 +1010,11 @@ def test_a_script_may_choose_where_its_new_tensors_are(switchboard, tmp_path) ->
 def test_without_a_global_round_there_is_nothing_to_save(switchboard, tmp_path) -> None:
     members = Members(switchboard, 1, folder=tmp_path)
     rounds = members.rounds[0]
-    with pytest.raises(ServerLostError, match="nobody there; its state is not saved, because no global round came"):
+    with pytest.raises(ServerLostError, match=r"nobody there\nits state is not saved, because no global round came"):
         with rounds.saving():
             raise ServerLostError("nobody there")
     rounds.carry_out(members.round(count=5))
-    with pytest.raises(ServerLostError, match=r"nobody there; its state is saved in \S+; when the servers"):
+    with pytest.raises(ServerLostError, match=r"nobody there\nits state is saved in \S+; when the servers"):
         with rounds.saving():
             raise ServerLostError("nobody there")
     with pytest.raises(EvictedError, match=r"^late$"), rounds.saving():

@@ -1,6 +1,7 @@
 """The probe of a generation's links: real sockets, members as threads, and the server's own rendezvous."""
 
 import asyncio
+import gc
 import json
 import math
 import os
@@ -167,9 +168,17 @@ def test_strangers_at_the_door_keep_nobody_out() -> None:
             stranger.close()
 
 
-def test_it_ends_when_nobody_is_interested_any_more() -> None:
+def test_it_ends_when_nobody_is_interested_any_more(caplog) -> None:
     with listening("127.0.0.1") as (listener, endpoint):
         assert Calls(listener, 0, [endpoint, endpoint]).make([], [1], HOUR_S, lambda: True) == []
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        listening("127.0.0.1") as (listener, endpoint),
+    ):
+        mute = replace(endpoint, port=silent.getsockname()[1])
+        assert Calls(listener, 1, [mute, endpoint]).make([0], [0], HOUR_S, iter([False, True]).__next__) == [0]
+    gc.collect()
+    assert not caplog.records, "what was cut short is no error of asyncio's"
 
 
 def test_an_address_that_is_not_of_this_machine_is_an_exchange_error() -> None:

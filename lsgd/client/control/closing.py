@@ -17,6 +17,11 @@ CodedError = ServerLostError | JoinError | NoConsensusError | NotTrainedError | 
 """The errors with an exit code of their own, which tells the launcher what to do, and need no traceback."""
 
 
+def in_words(error: BaseException) -> str:
+    """Return an error's text, and the notes that were added to it."""
+    return "; ".join([str(error), *getattr(error, "__notes__", ())])
+
+
 @contextmanager
 def on_error(undo: Callable[[], object]) -> Iterator[None]:
     """Call ``undo`` if the block raises anything."""
@@ -78,13 +83,13 @@ def end_script(error: BaseException | None) -> None:
 
 def exit_for(error: CodedError, who: str) -> NoReturn:
     """End the process with the exit code of an error; ``who`` is its worker."""
-    logger.error("%s ends with exit code %d: %s", who, error.exit_code, error)
+    logger.error("%s ends with exit code %d: %s", who, error.exit_code, in_words(error))
     raise SystemExit(error.exit_code) from error
 
 
 def exit_at_once(error: NonFiniteError, who: str) -> NoReturn:
     """End an interpreter that is already ending, and so can no longer choose its exit code."""
-    logger.error("%s ends with exit code %d: %s", who, error.exit_code, error)
+    logger.error("%s ends with exit code %d: %s", who, error.exit_code, in_words(error))
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -162,8 +163,10 @@ class Calls:
             if done.done() and not self.missed:
                 break
         server.close()
-        if done.done():
-            done.result()
+        if not done.done():
+            done.cancel()
+        with suppress(asyncio.CancelledError):
+            await done
 
     async def _look_for_relay(self) -> None:
         if self._relay:

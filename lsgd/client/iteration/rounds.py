@@ -502,7 +502,9 @@ class Rounds:
         except EvictedError:
             raise
         except (ServerLostError, JoinError, NoConsensusError) as error:
-            raise type(error)(f"{error}; {self._keep()}") from None
+            if not hasattr(error, "__notes__"):  # the channel may raise one error several times
+                error.add_note(self._keep())
+            raise
 
     def _keep(self) -> str:
         """Save the state as that of the last global round; return the words for where."""
