@@ -178,7 +178,8 @@ def connect(
             if not connect.rpartition(":")[2].isdecimal():
                 raise click.UsageError(f"--connect {connect} has no port: --connect {connect}:{DEFAULT_PORT}")
             connect = f"tcp://{connect}"
-        keys = connector_keys(connect, token, OPERATOR, insecure=insecure)
+        run_folder = click.get_current_context().meta.get(FOLDER)
+        keys = connector_keys(connect, token, OPERATOR, insecure=insecure, run_folder=run_folder)
         return command(connect, keys_for(keys, key), **others)
 
     return connected

@@ -35,7 +35,8 @@ in the ring of a node that serves instead of another."""
 
 _PREFIX = "lsgd1"
 _NAME = re.compile(r"[a-z][a-z0-9]*")
-_ADOPTED = re.compile(r"node\d+-keys")
+_RING = "-keys"
+_ADOPTED = re.compile(rf"node\d+{_RING}")
 
 
 def default_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -58,7 +59,7 @@ def token_path(name: str, folder: Path | None = None) -> Path:
 
 def adopted_folder(run_folder: Path, node: int) -> Path:
     """Return the place of the key ring with which a node serves instead of another."""
-    return run_folder / f"node{node}-keys"
+    return run_folder / f"node{node}{_RING}"
 
 
 def is_secret(path: PurePath) -> bool:
@@ -235,11 +236,14 @@ def listener_keys(address: str, folder: Path | None, *, insecure: bool) -> KeyRi
     return KeyRing(folder)
 
 
-def connector_keys(address: str, path: Path | None, name: str, *, insecure: bool) -> ConnectorKeys | None:
+def connector_keys(
+    address: str, path: Path | None, name: str, *, insecure: bool, run_folder: Path | None = None
+) -> ConnectorKeys | None:
     """Return the keys that a connection to ``address`` needs; None if it needs none, or with ``insecure``.
 
-    ``path``: of a token to use for any address; None: ``LSGD_TOKEN``, else the file in the default key ring, if keys
-    are needed. ``name``: of the node or operator that connects.
+    ``path``: of a token to use for any address; None: ``LSGD_TOKEN``, else the file in the default key ring, else the
+    key with which a node serves the run in ``run_folder``, if keys are needed. ``name``: of the node or operator that
+    connects.
 
     Raises:
         ConfigError: the address is another machine's and there is no token, or the token is another node's.
@@ -251,12 +255,20 @@ def connector_keys(address: str, path: Path | None, name: str, *, insecure: bool
             return _of(parse_token(text, f"the variable {TOKEN_VARIABLE}"), name)
         path = token_path(name)
         if not is_there(path):
+            if run_folder is not None and (ring := _adopted_ring(run_folder)):
+                return ConnectorKeys(ring.folder.name.removesuffix(_RING), ring.public, ring.public, ring.secret)
             raise ConfigError(
                 f"{address} is on the network, so a token is needed; make it on node 0 with `lsgd keygen`, copy the "
                 f"file {name}.token here and give --token FILE, or put its text into {TOKEN_VARIABLE} (or give "
                 f"--insecure, here and to the server)"
             )
     return _of(parse_token(_read_private(path), f"the token {path}"), name)
+
+
+def _adopted_ring(run_folder: Path) -> KeyRing | None:
+    """Return the ring with which a node of this machine serves the run in a folder, or did; None: none has."""
+    folders = [folder for folder in run_folder.glob(f"node*{_RING}") if is_there(folder / SERVER_KEY)]
+    return KeyRing(folders[0]) if folders else None
 
 
 def _of(keys: ConnectorKeys, name: str) -> ConnectorKeys:

@@ -359,11 +359,12 @@ class GlobalDaemon:
         saved, rounds = held.load()
         try:
             state = restore(taken_over(saved, before.terms), now)
-        except ConfigError as error:
-            raise ProtocolError(str(error)) from None
+            term = saved["terms"][-1]
+        except (ConfigError, LookupError, TypeError) as error:
+            raise ProtocolError(f"a copy of the journal that cannot be used: {error}") from None
         version = (state.changes, state.ledger.count)
         known = [[term.number, term.node] for term in before.terms]
-        if state.run != before.run or saved["terms"][-1] not in known or version <= self._begun_from:
+        if state.run != before.run or term not in known or version <= self._begun_from:
             return
         last = before.book.elections[-1].round if before.book.elections else 0
         state.book.elections.extend([*before.book.elections, *(one for one in rounds if one.round > last)])

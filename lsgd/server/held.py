@@ -47,7 +47,7 @@ class HeldCopy:
         rounds = _text(copy.rounds).splitlines() if copy.rounds else []
         try:
             last = int(json.loads(rounds[-1])["round"]) if rounds else copy.after
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ProtocolError(f"a copy of the journal with a damaged round: {error}") from None
         if copy.after == 0:
             self._rounds.clear()
@@ -72,7 +72,7 @@ class HeldCopy:
         try:
             state = dict(json.loads(_text(self._state)))
             return state, [RoundOrdered(**json.loads(each)) for each in self._rounds]
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ProtocolError(f"the copy of the journal is damaged: {error}") from None
 
 

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, ProtocolError
 from lsgd.plan.plan import Plan, algorithm_of, table_of
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop, Term
@@ -49,10 +49,16 @@ _TABLES = (
 )
 
 
+_MARK, _WAL = "-last", "-wal"
+_NO_STATE = (LookupError, TypeError, ValueError, AttributeError, OverflowError, ProtocolError)
+"""What data raises that holds no state of a run."""
+
+
 class Journal:
     """Keeps the last state of a run and its rounds, each write durable before it returns.
 
-    The file belongs to one server at a time. It is created if it does not exist, or was deleted meanwhile.
+    The file belongs to one server at a time. It is created if it does not exist, or was deleted meanwhile. SQLite drops
+    a damaged end of its write-ahead log without a word, so a small file beside it says how far the journal goes.
 
     Attributes:
         resumed: whether :meth:`load` has found a run.
@@ -96,16 +102,18 @@ class Journal:
         try:
             found = self._connection.execute("SELECT document, digest FROM state WHERE id = 1").fetchone()
             if found is None:
+                self._check_end({})
                 return None
             document, digest = found
             if _digest(document) != digest:
                 raise ValueError("the state does not fit its digest")
             state = dict(json.loads(document))
+            self._check_end(state)
             rows = self._connection.execute(
                 "SELECT document FROM rounds ORDER BY id DESC LIMIT ?", (MAX_ELECTIONS,)
             ).fetchall()
             elections = [RoundOrdered(**json.loads(document)) for (document,) in reversed(rows)]
-        except (sqlite3.Error, ValueError, TypeError, AttributeError) as error:
+        except (sqlite3.Error, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(_damaged(self.path, error)) from None
         self._kept = elections[-1].round if elections else 0
         self.resumed = True
@@ -140,6 +148,7 @@ class Journal:
     def finish(self) -> None:
         """Leave nothing to continue from: the run is over, and all know."""
         try:
+            self._beside(_MARK).unlink(missing_ok=True)
             with self._connection:
                 self._connection.execute("BEGIN IMMEDIATE")
                 self._connection.execute("DELETE FROM rounds")
@@ -168,6 +177,8 @@ class Journal:
             self._connection.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?)", (document, _digest(document)))
         if new:
             self._kept = new[-1][0]
+        with suppress(OSError):  # not synced: after a power failure it says less than the journal has
+            self._beside(_MARK).write_text(json.dumps(_end_of(state)))
 
     def close(self) -> None:
         """Close the file."""
@@ -178,15 +189,37 @@ class Journal:
         with suppress(sqlite3.Error):
             self._connection.close()
         self._file = None
-        for suffix in ("", "-wal", "-shm"):
+        for suffix in ("", _WAL, "-shm", _MARK):
             with suppress(OSError):
-                self.path.with_name(self.path.name + suffix).unlink()
+                self._beside(suffix).unlink()
+
+    def _beside(self, suffix: str) -> Path:
+        return self.path.with_name(self.path.name + suffix)
+
+    def _check_end(self, state: dict[str, Any]) -> None:
+        """Raise ValueError if the journal had more than this state; a damaged mark says nothing."""
+        changes, count = _end_of(state)
+        marked = [changes, count]
+        with suppress(OSError, ValueError, RecursionError):
+            marked = json.loads(self._beside(_MARK).read_text())
+        if not (isinstance(marked, list) and len(marked) == 2 and all(type(number) is int for number in marked)):
+            return
+        if marked > [changes, count]:
+            raise ValueError(
+                f"it had {marked[0] - changes} more changes, and {marked[1]} iterations instead of {count}: the end of "
+                f"{self.path.name}{_WAL} is missing or damaged"
+            )
 
     def _there(self) -> int | None:
         """Return the inode of the file at the path, None if there is none."""
         with suppress(OSError):
             return os.stat(self.path).st_ino
         return None
+
+
+def _end_of(state: dict[str, Any]) -> list[int]:
+    """Return how far a state goes: its changes and its count."""
+    return [state.get("changes", -1), state.get("count", 0)]
 
 
 def _digest(document: str) -> str:
@@ -310,10 +343,16 @@ def taken_over(saved: dict[str, Any], terms: Sequence[Term]) -> dict[str, Any]:
     """Return the state from a copy, as the server that takes over continues from it; ``terms``: with its own.
 
     Rounds may have been ordered that the copy does not have, so the generation is over.
+
+    Raises:
+        ConfigError: the copy is not a state.
     """
     state = saved | {"terms": [[term.number, term.node] for term in terms], "moved": True}
-    if saved["generation"] is not None and not saved["broken"][0]:
-        state["broken"] = Why.SERVER_MOVED(node=terms[-1].node, before=terms[-2].node).to_json()
+    try:
+        if saved["generation"] is not None and not saved["broken"][0]:
+            state["broken"] = Why.SERVER_MOVED(node=terms[-1].node, before=terms[-2].node).to_json()
+    except _NO_STATE as error:
+        raise ConfigError(f"it holds no state of a run: {error!r}") from None
     return state
 
 
@@ -327,7 +366,7 @@ def restore(saved: dict[str, Any], now: float) -> RunState:
         raise ConfigError(f"it is of version {saved.get('version')}, this lsgd reads version {VERSION}")
     try:
         return _state_of(saved, now)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except _NO_STATE as error:
         raise ConfigError(f"it holds no state of a run: {error!r}") from None
 
 

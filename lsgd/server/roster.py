@@ -163,7 +163,7 @@ class Member:
     @property
     def steps_left(self) -> int:
         """Iterations that its script's own loop has yet to make; 0 if it has none."""
-        return 0 if self.finished else max(0, self.steps - self.step)
+        return 0 if self.finished or (self.last and not self.call) else max(0, self.steps - self.step)
 
     @property
     def held(self) -> bool:

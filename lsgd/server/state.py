@@ -15,7 +15,7 @@ from lsgd.server.course import Course
 from lsgd.server.links import Links, Ways
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
-from lsgd.server.roster import Member, Roster, named
+from lsgd.server.roster import Member, MemberState, Roster, named
 
 HERE_S = 5.0
 """A worker that was heard at most so long ago counts as being there."""
@@ -172,14 +172,14 @@ class RunState:
     @property
     def has_end(self) -> bool:
         """Whether the plan ends the run, or the scripts' own loops do."""
-        return self.plan.run.has_end or any(m.steps for m in self.roster.members.values())
+        return self.plan.run.has_end or bool(self._own_loops())
 
     @property
     def expected(self) -> int:
         """How many iterations the run makes, by its plan or by the scripts' own loops; 0: nobody knows."""
-        if self.plan.run.iterations or not any(m.steps for m in self.roster.members.values()):
+        if self.plan.run.iterations or not (own := self._own_loops()):
             return self.plan.run.iterations
-        return self.ledger.count + sum(m.steps_left for m in self.roster.members.values())
+        return self.ledger.count + sum(m.steps_left for m in own)
 
     @property
     def wanted(self) -> int:
@@ -216,7 +216,7 @@ class RunState:
 
         A run that ends by time makes them at the rate that it has had since it began, or was resumed.
         """
-        own = [m.steps for m in self.roster.members.values() if m.steps]
+        own = [m.steps for m in self._own_loops()]
         by_count = fmean(own) if own and not self.plan.run.iterations else self.limit / members
         passed, made = self._share_of_time(self.now), self.ledger.count - self.ledger.base
         return min(by_count, made / members / passed) if passed else by_count
@@ -225,13 +225,18 @@ class RunState:
         """Return the seconds since the first round was ordered; 0 before."""
         return 0.0 if self.started_at is None else now - self.started_at
 
+    def _own_loops(self) -> list[Member]:
+        """Return the members whose scripts have loops of their own; once all have left, those that had."""
+        here = [m for m in self.roster.members.values() if m.steps]
+        return here if here or self.roster.members else [m for m in self.roster.left.values() if m.steps]
+
     def _share_of_time(self, now: float) -> float:
         return min(1.0, self.elapsed_s(now) / self.plan.run.seconds) if self.plan.run.seconds else 0.0
 
     def _share_of_loops(self, now: float) -> float:
         """Return the completed share of the scripts' own loops; with many workers, as of a moment ago."""
-        if now - self._loops[0] > LOOPS_EVERY_S * len(self.roster.members):
-            own = [m for m in self.roster.members.values() if m.steps]
+        if now - self._loops[0] >= LOOPS_EVERY_S * len(self.roster.members):
+            own = self._own_loops()
             left = sum(m.steps_left / m.steps for m in own)
             self._loops = now, 1 - left / len(own) if own else 0.0
         return self._loops[1]
@@ -258,6 +263,7 @@ class RunState:
         """Say how many workers have joined, and who is missing with ``names``; once it runs, how many there are."""
         run, here, nodes = self.plan.run, len(self.roster.members), len(self.announced)
         if self.roster.generation is not None:
+            here = sum(not (m.leaving or m.state is MemberState.ENDED) for m in self.roster.members.values())
             return Why.STARTED(here=here, are="s are" if here != 1 else " is")
         if not run.workers and nodes < run.nodes:
             words = {"workers": number_of(here, "worker"), "nodes": nodes, "wanted": run.nodes}

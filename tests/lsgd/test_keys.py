@@ -14,6 +14,7 @@ from lsgd.errors import ConfigError
 from lsgd.protocol.keys import (
     SERVER_KEY,
     KeyRing,
+    adopted_folder,
     connector_keys,
     default_folder,
     is_local,
@@ -217,6 +218,17 @@ class TestWhereKeysAreNeeded:
         monkeypatch.setenv("LSGD_TOKEN", "lsgd1:node1:abc")
         with pytest.raises(ConfigError, match="the variable LSGD_TOKEN does not contain a token"):
             connector_keys(NETWORK, None, "node1", insecure=False)
+
+    def test_on_a_node_that_serves_an_operator_has_the_key_with_which_it_does(self, tmp_path) -> None:
+        ring = KeyRing.make(tmp_path / "keys of node 0", ["node1"])
+        node1 = parse_token(ring.token("node1"), "token")
+        run_folder = tmp_path / "run"
+        with pytest.raises(ConfigError, match="a token is needed"):
+            connector_keys(NETWORK, None, "operator", insecure=False, run_folder=run_folder)
+        serving = KeyRing.adopt(adopted_folder(run_folder, 1), node1.secret, ring.listed(), b"-----CERTIFICATE-----\n")
+        keys = connector_keys(NETWORK, None, "operator", insecure=False, run_folder=run_folder)
+        assert keys and (keys.name, keys.server, keys.secret) == ("node1", serving.public, node1.secret)
+        assert serving.allowed(keys.public) == "node1"
 
 
 def test_the_default_folder_is_among_the_users_settings() -> None:

@@ -1242,6 +1242,15 @@ def test_what_is_waited_for_in_words() -> None:
     assert waits_for(bench.state, bench.now + 4).endswith("and 1 more (round 2 is not completed yet)")
 
 
+def test_workers_of_a_node_that_leaves_are_in_the_run_no_more() -> None:
+    bench = started("00", "01", "10", period=8)
+    bench.say(NodeLeave(1, 5, "node1 is to end"))
+    assert waits_for(bench.state, bench.now) == "all workers are training; 2 workers are in the run"
+    bench.ask("10")
+    assert bench.member("10").state is MemberState.ENDED
+    assert waits_for(bench.state, bench.now) == "all workers are training; 2 workers are in the run"
+
+
 def test_members_go_to_whom_they_are_news() -> None:
     bench = started("00", "01", period=1, local_period=1)
     bench.ask_all("00", "01")

@@ -14,7 +14,7 @@ from lsgd.errors import ConfigError
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import ChangeSettings, Status
 from lsgd.server.books import MAX_ELECTIONS
-from lsgd.server.journal import VERSION, Journal
+from lsgd.server.journal import VERSION, Journal, _digest
 
 from ..integration.running import Cluster, until
 from .helpers import as_a_user_without_rights
@@ -128,6 +128,51 @@ def test_garbage_in_it_is_never_taken_for_a_state(path) -> None:
             if journal is not None:
                 journal.close()
     assert damaged > 20
+
+
+@pytest.mark.parametrize("keep", [0, 1, 5, 10])
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_damaged_end_is_refused_with_how_much_is_missing(path, keep, flip) -> None:
+    """The log of a server that was killed loses its end, or a bit in it; SQLite goes on with what is before that."""
+    journal = Journal(path)
+    journal.save({"changes": 1, "count": 0}, [])
+    begin = path.with_name("run.journal-wal").stat().st_size
+    for number in range(2, 13):
+        journal.save({"changes": number, "count": 10 * number}, elections(1, first=number))
+    step = (path.with_name("run.journal-wal").stat().st_size - begin) // 11
+    copies = {file.name: file.read_bytes() for file in path.parent.iterdir() if not file.name.endswith("-shm")}
+    journal.close()
+    log = bytearray(copies["run.journal-wal"])
+    at = begin + keep * step
+    log[at + 100] ^= 1
+    copies["run.journal-wal"] = bytes(log if flip else log[:at])
+    elsewhere = path.parent / "again"
+    elsewhere.mkdir()
+    for name, content in copies.items():
+        (elsewhere / name).write_bytes(content)
+    damaged = Journal(elsewhere / path.name)
+    with pytest.raises(ConfigError, match=r"iterations instead of \d+: the end of run.journal-wal is missing") as error:
+        damaged.load()
+    damaged.close()
+    assert _says_what_to_do(error.value, elsewhere / path.name)
+    assert f"it had {11 - keep} more changes, and 120 iterations instead of {10 * (keep + 1) * bool(keep)}" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize("mark", ["", "{", "[" * 3000, "[1]", '["a", 2]', "7", "[-5, 3]"])
+def test_a_damaged_mark_refuses_nothing(path, mark) -> None:
+    write(path)
+    path.with_name("run.journal-last").write_text(mark)
+    assert Journal(path).load() == (STATE, elections(3))
+
+
+def test_a_state_that_fits_its_digest_and_is_none_is_refused(path) -> None:
+    journal = Journal(path)
+    nested = "[" * 3000
+    journal._connection.execute("INSERT INTO state VALUES (1, ?, ?)", (nested, _digest(nested)))
+    with pytest.raises(ConfigError, match=r"run.journal is damaged: maximum recursion depth exceeded.*; delete run"):
+        journal.load()
 
 
 def _says_what_to_do(error: ConfigError, path: Path) -> bool:

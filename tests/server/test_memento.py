@@ -12,9 +12,9 @@ from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import RoundCompleted
-from lsgd.protocol.messages import Data, Done, Evicted, Go, NodeLeave, Refused, Stop, StopRun, Waiting, Welcome
+from lsgd.protocol.messages import Data, Done, Evicted, Go, NodeLeave, Refused, Stop, StopRun, Term, Waiting, Welcome
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.journal import VERSION, capture, restore
+from lsgd.server.journal import VERSION, capture, restore, taken_over
 from lsgd.server.report import report
 from lsgd.server.roster import MemberState
 
@@ -260,6 +260,7 @@ def test_phase_changed_settings_and_the_time_go_on() -> None:
         (lambda s: s["open"][0].update(waiting=["nobody"]), "it holds no state of a run: KeyError"),
         (lambda s: s["members"][0].update(state="ASLEEP"), "it holds no state of a run: KeyError"),
         (lambda s: s["members"][0]["join"].pop("gpu"), "it holds no state of a run: TypeError"),
+        (lambda s: s["generation"].update(node_sizes=[7]), "it holds no state of a run: ProtocolError.*2 members on 1"),
         (lambda s: s.update(plan="{"), "the plan is not JSON"),
         (lambda s: s.update(algorithm={"name": "hope"}), "algorithm 'hope' is unknown"),
     ],
@@ -269,3 +270,11 @@ def test_what_is_no_state_is_refused(spoil: Any, told: str) -> None:
     spoil(state)
     with pytest.raises(ConfigError, match=told):
         restore(state, 0.0)
+
+
+@pytest.mark.parametrize(
+    "copy", [{}, {"generation": {}}, {"generation": {}, "broken": []}, {"generation": {}, "broken": 7}]
+)
+def test_a_copy_that_is_no_state_is_refused(copy: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="it holds no state of a run"):
+        taken_over(copy, (Term(1, 0), Term(2, 1)))

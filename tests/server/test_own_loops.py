@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.protocol.messages import Go, NodeLeave, Stop, StopRun, Waiting, Welcome
 from lsgd.server.journal import capture, restore
+from lsgd.server.report import summary
 from lsgd.server.roster import MemberState
 
 from ..search import examples
@@ -66,6 +67,20 @@ def test_one_who_has_finished_waits_outside_rounds_and_gets_the_consensus() -> N
     final = bench.round_of("00")
     assert final.final and final.new == (0,), "it takes over the model of those that trained on"
     assert bench.state.stopping.code == "all_finished" and bench.round_of("01") is final
+
+
+def test_when_all_have_left_the_run_has_made_all_its_iterations() -> None:
+    bench = started("00", "01")
+    for place in ("00", "01"):
+        train(bench, place, 3)
+    finish(bench, "00", "01")
+    bench.ask("01", last=True, steps=STEPS)
+    bench.complete_all("00", "01")
+    bench.leave("00")
+    bench.leave("01")
+    found = summary(bench.state, bench.now)
+    assert found["state"] == "over" and found["code"] == "all_finished" and not bench.roster.members
+    assert found["iterations"] == found["count"] > 0 and found["progress"] == 1.0
 
 
 def test_one_who_has_finished_gives_the_run_s_model_to_a_worker_that_comes_back_without_it() -> None:
