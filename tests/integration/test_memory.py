@@ -14,7 +14,7 @@ from .running import Cluster
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "algorithms.md"
 SCRIPT = Path(benchmarks.memory.worker.__file__).with_suffix("")
-NUMEL = 6_000_000
+NUMEL = 9_000_000
 TOLERANCE = 2.0
 """Bytes per parameter, less than one more copy: some MB are buffers of sockets, and of the few buckets of gradients
 that are under way. A large model has no more of them."""

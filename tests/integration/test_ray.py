@@ -21,7 +21,6 @@ def out(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("ray")
     own = {"PYTHONPATH": str(ROOT), "LSGD_KEYS": str(folder / "keys"), "RAY_USAGE_STATS_ENABLED": "0"}
     own["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "30"  # how long it waits for a node that is gone
-    own["RAY_num_prestart_python_workers"] = "0"  # each imports Ray, and most are never used
     own["RAY_worker_niceness"] = "0"  # at Ray's 15 a busy machine leaves its workers next to nothing
     with (folder / "log").open("w") as log:
         command = [sys.executable, "-m", "tests.integration.on_ray", str(folder)]
