@@ -215,15 +215,21 @@ class Schedulers:
         """Let a scheduler follow the worker.
 
         Raises:
-            ConfigError: its optimizer did not join.
+            ConfigError: its optimizer did not join, or another scheduler of it follows.
         """
         scheduler = inner(given)
-        if optimizer_of(scheduler) not in self._optimizers:
+        optimizer = optimizer_of(scheduler)
+        if optimizer not in self._optimizers:
             raise ConfigError(
                 f"worker.follow got a {type(scheduler).__name__} of an optimizer that this worker did not join with; "
                 f"make it with the optimizer that Worker.join or lsgd.wrap got"
             )
         self._followed = [each for each in self._followed if each.scheduler is not scheduler]
+        if any(optimizer_of(each.scheduler) is optimizer for each in self._followed):
+            raise ConfigError(
+                f"worker.follow got a second scheduler of one {type(optimizer).__name__}, and nothing says in which "
+                f"order the script steps them: combine them by ChainedScheduler or SequentialLR, and follow that"
+            )
         self._followed.append(Followed(scheduler, place))
 
     def follow(self, loop: Loop) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Self
@@ -83,10 +84,11 @@ class LsgdLoop(Integration):
         self._shard(self._loader, self._seed)
         worker = self._join(self._model, self._optimizer, self._accelerator.scaler, 0)
         own = unwrapped(self._optimizer)
-        for scheduler in map(inner, self._accelerator._schedulers):
-            says = not counts(scheduler) or length_of(scheduler) is not None  # else the script has to say its place
-            if says and optimizer_of(scheduler) in own:
-                worker.follow(scheduler)
+        prepared = [each for each in map(inner, self._accelerator._schedulers) if optimizer_of(each) in own]
+        counting = Counter(optimizer_of(each) for each in prepared if counts(each))
+        for each in prepared:  # of those that do not say how long they are, or are several, the script has to say
+            if not counts(each) or (length_of(each) is not None and counting[optimizer_of(each)] == 1):
+                worker.follow(each)
         self._hook = self._model.register_forward_pre_hook(self._before_forward)
         return self
 

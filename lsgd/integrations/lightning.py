@@ -164,11 +164,12 @@ class LsgdCallback(Integration, Callback):
             self.worker.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _follow_schedules(self, trainer: Trainer, steps: float) -> None:
-        """Let the module's schedulers follow the run; those of manual optimization are the module's own to name."""
+        """Let the module's scheduler follow the run; of manual optimization, or of several, the module has to say."""
+        one = sum(not config.reduce_on_plateau for config in trainer.lr_scheduler_configs) == 1
         for config in trainer.lr_scheduler_configs:
             if config.reduce_on_plateau:
                 self.worker.follow(config.scheduler)
-            elif trainer.lightning_module.automatic_optimization and 0 < steps < math.inf:
+            elif one and trainer.lightning_module.automatic_optimization and 0 < steps < math.inf:
                 per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
                 passes = steps if config.interval == "step" else math.ceil(steps / per_epoch)
                 scheduled = partial(self._scheduled, trainer, int(steps), int(passes) // config.frequency)

@@ -301,6 +301,9 @@ def check(args: TrainingArguments) -> None:
             f"os.environ['CUDA_VISIBLE_DEVICES'] = os.environ.get('LSGD_LOCAL_RANK', '0')"
         )
     if args.load_best_model_at_end:
-        raise ConfigError("load_best_model_at_end would put another model in the consensus' place; leave it out")
+        raise ConfigError(
+            "load_best_model_at_end would put another model in the consensus' place; leave it out: with save_strategy="
+            "'best' one worker saves the best model by the workers' mean of metric_for_best_model, to load afterwards"
+        )
     if args.auto_find_batch_size:
         raise ConfigError("auto_find_batch_size begins training again after the join; set per_device_train_batch_size")

@@ -722,6 +722,7 @@ def test_newcomers_take_over_what_counts_with_the_run(switchboard, settings) -> 
     members = Members(switchboard, 2, settings=settings)
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
     plateaus = [lr_scheduler.ReduceLROnPlateau(optimizer, patience=0) for optimizer in members.optimizers]
+    members.optimizers[1].param_groups[0]["lr"] = 0.3  # each worker's own
     cosines = [lr_scheduler.CosineAnnealingLR(optimizer, 10) for optimizer in members.optimizers]
     own = [Counter(seen=rank) for rank in range(2)]
     for rank, checkpoints in enumerate(members.checkpoints):
@@ -740,7 +741,8 @@ def test_newcomers_take_over_what_counts_with_the_run(switchboard, settings) -> 
     fallen = members.optimizers[0].param_groups[0]["lr"]
     assert members.run(members.round(new=(1,))) == [None] * 2
     assert [float(scaler.scale(torch.ones(()))) for scaler in scalers] == [32.0, 32.0]
-    assert cosines[1].last_epoch == 3 and members.optimizers[1].param_groups[0]["lr"] == cosines[0].get_last_lr()[0]
+    rate = members.optimizers[1].param_groups[0]["lr"]
+    assert cosines[1].last_epoch == 3 and rate == pytest.approx(3 * cosines[0].get_last_lr()[0])
     assert [each.seen for each in own] == [0, 1], "which is each worker's own"
     assert members.checkpoints[1].rates.state_dict() == members.checkpoints[0].rates.state_dict()
     members.checkpoints[1].follow_extra(plateaus[1])  # made later

@@ -41,6 +41,7 @@ def test_two_loops_train_one_model(cluster, algorithm) -> None:
     first, second = (w["drawn"] for w in workers)
     assert len(first) >= 48 and sorted(first[:48] + second[:48]) == list(range(96))
     for w in workers:
+        assert w["rates"][0] > 0.049 and w["rates"][-1] < 0.002, "the scheduler goes through all of itself"
         assert len(w["losses"]) == 2 * w["iterations"] and w["losses"][-1] < 0.1 * w["losses"][0]
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -233,6 +234,45 @@ def test_what_cannot_be_a_worker_is_refused(monkeypatch) -> None:
         trainer = lightning.Trainer(**{"accelerator": "cpu", "logger": False, "enable_checkpointing": False, **options})
         with pytest.raises(ConfigError, match=what):
             integration.check(trainer)
+
+
+@pytest.mark.parametrize(
+    ("place", "step", "epoch"),
+    [
+        ({"steps": 40, "step": 25}, 25, 2),
+        ({"steps": 0, "progress": 0.5}, 20, 2),
+        ({"steps": 0, "progress": 0.1}, 12, 1),
+    ],
+)
+def test_the_modules_scheduler_follows_the_run_by_step_or_by_epoch(place, step, epoch) -> None:
+    """Of 40 steps in four epochs: by the worker's own steps, the run's progress, or the Trainer's steps."""
+    module = importlib.import_module(MODULE)
+    callback, followed = module.LsgdCallback(), {}
+    callback._worker = SimpleNamespace(
+        follow=lambda scheduler, place=None: followed.update({scheduler: place}), **place
+    )
+
+    def follow(**config: object) -> None:
+        configs = [SimpleNamespace(**{"reduce_on_plateau": False, "frequency": 1, **each}) for each in config.values()]
+        trainer = SimpleNamespace(
+            lr_scheduler_configs=configs,
+            lightning_module=SimpleNamespace(automatic_optimization=True),
+            num_training_batches=20,
+            accumulate_grad_batches=2,
+            global_step=12,
+        )
+        followed.clear()
+        callback._follow_schedules(trainer, 40)
+
+    plateau = {"scheduler": "plateau", "reduce_on_plateau": True, "interval": "epoch"}
+    follow(one={"scheduler": "one", "interval": "step"}, plateau=plateau)
+    assert followed["one"]() == step and followed["plateau"] is None
+    follow(one={"scheduler": "one", "interval": "epoch"})
+    assert followed["one"]() == epoch
+    follow(one={"scheduler": "one", "interval": "step", "frequency": 2})
+    assert followed["one"]() == step // 2
+    follow(one={"scheduler": "one", "interval": "step"}, other={"scheduler": "other", "interval": "epoch"})
+    assert not followed, "nobody knows how they are combined"
 
 
 @pytest.mark.slow

@@ -292,6 +292,8 @@ def test_a_scheduler_that_nobody_tells_of_is_said_once(caplog) -> None:
     Bench(one, one).all.look(loop(LOOK_AFTER), LOOK_AFTER)
     bench.all.add(scheduler, None)
     bench.all.look(loop(LOOK_AFTER), LOOK_AFTER)
+    with pytest.raises(ConfigError, match="got a second scheduler of one SGD"):
+        bench.all.add(KINDS["step"](one), None)
     plain = optimizer()
     Bench(plain).all.look(loop(LOOK_AFTER), LOOK_AFTER)
     assert not caplog.records

@@ -39,7 +39,8 @@ from lsgd.flat import Layout, describe, named_floating_buffers, written, written
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
 from lsgd.run_folder import checkpoint_path, counts, island_sizes, process_name, runs
-from lsgd.schedulers import Rates, hold, inner
+from lsgd.schedulers import Rates, bring, count_of, hold, inner
+from lsgd.schedulers import counts as counts_steps
 from lsgd.settings import AlgorithmSettings
 from lsgd.shards import load_optimizer, local, local_state
 
@@ -49,6 +50,9 @@ NAMED = 3
 """How many tensors a message names."""
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+COUNT = "lsgd_steps"
+"""The only entry in what newcomers take over of a scheduler."""
 
 RATES = "lsgd_rates"
 """Name of the run's learning rates among the objects to save."""
@@ -287,13 +291,17 @@ class Checkpoints:
             logger.warning("the checkpoint %s has no extra %r: it stays as it is", self._path, name)
 
     def shared(self) -> Packed:
-        """Return the states that newcomers take over from this member, packed; those that cannot be are left out."""
+        """Return what newcomers take over from this member, packed; a state that cannot be is left out.
+
+        Of a scheduler it is how many steps it has made: its rates are each worker's own.
+        """
         states: dict[str, Any] = {}
         for name, thing in self._extra.items():
-            if name in self._of_run or isinstance(inner(thing), torch.amp.GradScaler | LRScheduler):
-                state = thing.state_dict()
+            if counts_steps(scheduler := inner(thing)):
+                states[name] = {COUNT: count_of(scheduler)}
+            elif name in self._of_run or isinstance(thing, torch.amp.GradScaler):
                 try:
-                    states[name] = unpack(pack(state))
+                    states[name] = unpack(pack(thing.state_dict()))
                 except TypeError as error:
                     logger.warning("newcomers do not take over %r: %s", name, error)
         return pack(states)
@@ -468,8 +476,13 @@ class Checkpoints:
 
 def _load(thing: Stateful, state: dict[str, Any]) -> None:
     """Restore an object, and of a scheduler also the rates that it has set."""
+    scheduler = inner(thing)
+    if COUNT in state and counts_steps(scheduler):
+        if count_of(scheduler) < state[COUNT]:
+            bring(scheduler, state[COUNT])
+        return
     thing.load_state_dict(state)
-    if isinstance(scheduler := inner(thing), LRScheduler):
+    if isinstance(scheduler, LRScheduler):
         hold(scheduler)
 
 

@@ -26,6 +26,7 @@ options = parser.parse_args()
 folder = Path(environ["LSGD_RUN_DIR"])
 drawn: list[int] = []
 losses: list[float] = []
+rates: list[float] = []
 
 if options.example:
     chdir(folder)
@@ -38,7 +39,8 @@ else:
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.micro_batches)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=1000)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     if options.local_sgd:
         from accelerate.local_sgd import LocalSGD
 
@@ -53,7 +55,9 @@ else:
                     loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean()
                     accelerator.backward(loss)
                     optimizer.step()
+                    scheduler.step()
                     optimizer.zero_grad()
+                    rates.append(optimizer.param_groups[0]["lr"])
                 lsgd.report(loss)
                 losses.append(loss.item())
                 if options.local_sgd:
@@ -65,6 +69,7 @@ result = {
     "rank": lsgd.worker.rank,
     "drawn": drawn,
     "losses": losses,
+    "rates": rates,
     "final": [x.flatten().tolist() for x in model.state_dict().values()],
 }
 (folder / f"{lsgd.worker.name.replace('/', '-')}.json").write_text(json.dumps(result))
