@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lsgd.errors import ConfigError, EvictedError, NotTrainedError, ServerLostError
+from lsgd.errors import ConfigError, EvictedError, NotTrainedError, OutlierError, ServerLostError
 from lsgd.node.local_server import SERVE_AGAIN_S, LocalServer
 from lsgd.node.panel import Panel
 from lsgd.node.process import Child, Command, Role, Running, cannot_start
@@ -58,10 +58,10 @@ class Node:
 
     The first SIGINT, SIGTERM or SIGHUP (as SIGTERM) ends the run, or this node's part of it: the servers tell the
     workers. A second one kills all processes at once, but no SIGHUP does: a terminal that is closed may send two. If a
-    process fails, the run is stopped the same way. But a process that was killed by a signal or evicted, or a server
-    that failed in its own code, is restarted first, as often as :class:`Restarts` says. Workers that do not end, or
-    that no server can reach, are asked to save and leave. Then the processes are ended by role, in the order of
-    :class:`Role`.
+    process fails, the run is stopped the same way. But it continues without a worker that ended as an outlier. A
+    process that was killed by a signal or evicted, or a server that failed in its own code, is restarted first, as
+    often as :class:`Restarts` says. Workers that do not end, or that no server can reach, are asked to save and leave.
+    Then the processes are ended by role, in the order of :class:`Role`.
 
     Args:
         name: name of the node.
@@ -292,7 +292,7 @@ class Node:
     def _judge(self, child: Child) -> None:
         """Check whether a worker whose script ended without an error has trained to the end of the run."""
         self._early.discard(child.name)
-        if self._is_over or child.name in self._local.ended:
+        if self._heard_the_end(child):
             return
         if child.name not in self._local.joined:
             child.status = NotTrainedError.exit_code
@@ -304,7 +304,15 @@ class Node:
             f"(iterations, seconds) ends the run, or call worker.leave() for the consensus of all workers that leave"
         )
 
+    def _heard_the_end(self, child: Child) -> bool:
+        return self._is_over or child.name in self._local.ended
+
     def _fail(self, child: Child) -> None:
+        odd = child.status == OutlierError.exit_code and child.role is Role.WORKER and not self._heard_the_end(child)
+        if odd and self._step is None and self._is_needed:
+            self._early.add(child.name)
+            self._say(f"{child.name} {child.how_it_ended}; the run continues without it (see {child.command.log})")
+            return
         self._say(f"{child.name} {child.how_it_ended}")
         self._failed = self._failed or child
         if child.role is Role.SERVER or child.status == ServerLostError.exit_code:
@@ -446,10 +454,14 @@ class Node:
         if self._local.failure:
             show(f"\nlsgd launch: {self._name}: {self._local.failure}\n", sys.stderr)
             return 1, "failed", self._local.failure
-        if self._signalled and any(child.status != 0 for child in self._children if not child.role.auxiliary):
+        counted = [child for child in self._children if not child.role.auxiliary and child.name not in self._early]
+        if self._signalled and any(child.status != 0 for child in counted):
             return 128 + self._signalled, "stopped", f"{self._signalled.name}; not all processes ended in time"
         workers = {command.name for command in self._commands if command.role is Role.WORKER}
         if self._early and self._early == workers:
+            if odd := next((child for child in self._children if child.status == OutlierError.exit_code), None):
+                show(odd.report(), sys.stderr)
+                return OutlierError.exit_code, "failed", f"{odd.name} {odd.how_it_ended}"
             return (
                 NotTrainedError.exit_code,
                 "failed",

@@ -292,6 +292,37 @@ def test_a_node_whose_workers_all_leave_early_has_failed(of) -> None:
     assert "worker0 left before the end of the run and has no consensus model" in world.out
 
 
+def test_the_run_continues_without_a_worker_that_ended_as_an_outlier_on_the_node_that_serves() -> None:
+    world = World({"server": server, "odd": after(1.0, 65), "worker": worker})
+    world.ended = set()
+    assert world.passes(60)
+    assert not world.stopping
+    assert all_of(world.lines, "odd failed with exit code 65; the run continues without it") == 1
+    world.over = True
+    assert world.finish() == 0
+
+
+def test_other_nodes_are_served_although_all_workers_of_this_one_were_outliers(capfd) -> None:
+    world = World({"server": server, "odd0": after(1.0, 65), "odd1": after(2.0, 65)}, outlives=True)
+    world.ended = set()
+    assert world.passes(3600)
+    world.ending.ask("SIGINT")
+    assert world.finish() == 65
+    assert "odd0 failed with exit code 65" in capfd.readouterr().err
+
+
+def test_a_node_whose_workers_are_all_outliers_has_failed() -> None:
+    world = World({"server": server, "odd0": after(1.0, 65), "odd1": after(2.0, 65)})
+    world.ended = set()
+    assert world.finish() == 65
+    assert world.stopping
+
+
+def test_a_model_that_is_not_finite_at_the_end_fails_the_launcher() -> None:
+    world = World({"server": server, "odd": after(1.0, 65), "worker": after(20.0, 0)})
+    assert world.finish() == 65
+
+
 class TestObservers:
     """Processes that the run does not need."""
 
