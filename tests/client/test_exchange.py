@@ -323,6 +323,15 @@ def test_buffers_are_treated_as_the_plan_says(switchboard, setting, expected) ->
     assert members.values("norm.running_var") == expected
 
 
+@pytest.mark.parametrize("setting", ["average", "leader"])
+def test_a_buffer_that_is_longer_than_the_others_is_named(switchboard, setting) -> None:
+    members = Members(switchboard, 2, buffers=setting, exchange_timeout_s=3.0)
+    members.models[1].norm.running_var = torch.ones(9)
+    results = members.run(members.round(leader=0))
+    assert isinstance(results[1], ExchangeError) and "norm.running_var (was (2,), is (9,))" in str(results[1])
+    assert members.values("norm.running_mean") == [1.0, 2.0]
+
+
 @pytest.mark.parametrize(("setting", "expected", "count"), [("average", 2.0, 1), ("leader", 3.0, 3)])
 def test_the_consensus_is_one_model_for_all(switchboard, setting, expected, count) -> None:
     members = Members(switchboard, 3, consensus=setting)

@@ -292,9 +292,8 @@ def test_a_node_whose_workers_all_leave_early_has_failed(of) -> None:
     assert "worker0 left before the end of the run and has no consensus model" in world.out
 
 
-@pytest.mark.parametrize("outlives", [False, True])
-def test_the_run_continues_without_a_worker_that_ended_as_an_outlier_on_the_node_that_serves(outlives) -> None:
-    world = World({"server": server, "odd": after(1.0, 65), "worker": worker}, outlives=outlives)
+def test_the_run_continues_without_a_worker_that_ended_as_an_outlier_on_the_node_that_serves() -> None:
+    world = World({"server": server, "odd": after(1.0, 65), "worker": worker})
     world.ended = set()
     assert world.passes(60)
     assert not world.stopping
@@ -304,7 +303,7 @@ def test_the_run_continues_without_a_worker_that_ended_as_an_outlier_on_the_node
 
 
 def test_other_nodes_are_served_although_all_workers_of_this_one_were_outliers(capfd) -> None:
-    world = World({"server": server, "odd0": after(1.0, 65), "odd1": after(2.0, 65)}, outlives=True)
+    world = World({"server": server, "odd0": after(1.0, 65), "odd1": after(2.0, 65)}, shared=True)
     world.ended = set()
     assert world.passes(3600)
     world.ending.ask("SIGINT")

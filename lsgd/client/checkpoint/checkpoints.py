@@ -558,6 +558,16 @@ class FiniteCheck:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._left_out = {name for name, b in named_floating_buffers(model) if not all_finite([_comparable(b)])}
+        self._shapes = self._shapes_now()
+
+    def _shapes_now(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(b.shape) for name, b in named_floating_buffers(self._model)}
+
+    def reshaped(self) -> str:
+        """Say which buffers have another shape than at construction, when all workers' were equal; empty: none has."""
+        now = self._shapes_now()
+        found = [name for name in self._shapes | now if self._shapes.get(name) != now.get(name)]
+        return ", ".join(f"{name} (was {self._shapes.get(name)}, is {now.get(name)})" for name in found)
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers to average, shared ones once."""

@@ -21,7 +21,7 @@ from lsgd.client.control.island import Island
 from lsgd.client.control.joining import Membership
 from lsgd.client.control.replicas import fingerprints
 from lsgd.client.groups.base import WorkerGroup
-from lsgd.errors import LsgdError
+from lsgd.errors import ExchangeError, LsgdError
 from lsgd.flat import FlatParameters, written, written_buffers
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
@@ -341,13 +341,24 @@ class Replica:
         Raises:
             ExchangeError: it failed.
         """
-        buffers, treated = self.finite.buffers(), self.run.buffers
+        buffers = self.finite.buffers()
         # In lockstep, every iteration is a round, and averaging them in the consensus is enough.
-        if order.scope == "local" or treated == "keep" or not buffers or group.size == 1 or self.lockstep:
+        if order.scope == "local" or self.run.buffers == "keep" or not buffers or group.size == 1 or self.lockstep:
             return Commit()
         flat = torch.cat([wide(b) for b in buffers])
+        try:
+            return self._exchange_flat(group, order, buffers, flat)
+        except ExchangeError as error:
+            if not (reshaped := self.finite.reshaped()):
+                raise
+            raise ExchangeError(
+                f"the model's buffers have changed since Worker.join: {reshaped}; all workers need the same shapes, so "
+                f"make them before the join, or set buffers to keep ({error})"
+            ) from error
+
+    def _exchange_flat(self, group: WorkerGroup, order: Round, buffers: list[Tensor], flat: Tensor) -> Commit:
         finite, usable = torch.tensor(True, device="cpu"), torch.tensor(True, device="cpu")
-        if treated == "leader":
+        if self.run.buffers == "leader":
             group.broadcast(flat, order.leader)
             usable = finiteness([flat])  # of the leader, so all decide alike
         else:
