@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError, LsgdError
+from lsgd.integrations.saved import Saved
 from lsgd.integrations.shared import Integration, is_saver, say_who_ends, state_of_run
 
 try:
+    from lightning.fabric.utilities.cloud_io import get_filesystem
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
@@ -81,6 +83,9 @@ class LsgdCallback(Integration, Callback):
         is_one = len(trainer.optimizers) == 1  # of several, each one's steps count in global_step
         begun, scaler = trainer.global_step if is_one else 0, getattr(trainer.precision_plugin, "scaler", None)
         worker = self._join(pl_module, trainer.optimizers, scaler, begun)
+        self._saved = Saved(worker.run_dir)
+        if worker.first:
+            self._saved.forget()
         iter(trainer.fit_loop._data_fetcher)  # the first pass has begun before the join, over all the data
         rank_zero_only.rank = 0 if worker.first else max(1, worker.rank)
         if not worker.first and trainer.progress_bar_callback is not None:
@@ -142,6 +147,7 @@ class LsgdCallback(Integration, Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the worker after the last callback has saved; end the process if the consensus is not finite."""
         self._close(None)
+        self._settle_paths([each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)])
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Handle it as ``with Worker.join(...)`` does: tell the run, and end the process for lsgd's errors."""
@@ -195,8 +201,22 @@ class LsgdCallback(Integration, Callback):
             return self.first
         if not is_saver(self._worker):
             return False
+        self._saved.tell(None)
         self._pause()
         return True
+
+    def _settle_paths(self, callbacks: Sequence[ModelCheckpoint]) -> None:
+        """Let each ModelCheckpoint have the paths of the worker that saves, if this one sees them, and no others.
+
+        A library may load ``best_model_path`` on every worker, once the training is over.
+        """
+        paths = [_paths_of(each) for each in callbacks]
+        if self.worker.first:
+            self._saved.tell(paths)
+        elif any(best or last for best, last, _ in paths):
+            paths = self._saved.hear() or paths
+        for each, (best, last, scores) in zip(callbacks, paths, strict=True):
+            _settle(each, best, last, {path: score for path, score in scores.items() if _exists(path)})
 
     def _log(self, trainer: Trainer) -> None:
         numbers = {name: x for name, x in state_of_run(self.worker).items() if isinstance(x, int | float)}
@@ -254,8 +274,8 @@ class _OneSaves(CheckpointIO):
             loaded: dict[str, Any] = self._inner.load_checkpoint(*args, **kwargs)
         except FileNotFoundError as missing:
             raise LsgdError(
-                f"{missing}; one worker saves for all, so load its checkpoints there: `if lsgd.first: "
-                f"trainer.test(...)`, where lsgd is the LsgdCallback"
+                f"{missing}; one worker saves for all, so load its checkpoints after the training, or there: `if "
+                f"lsgd.first: trainer.test(...)`, where lsgd is the LsgdCallback"
             ) from missing
         return loaded
 
@@ -265,6 +285,31 @@ class _OneSaves(CheckpointIO):
 
     def teardown(self) -> None:
         self._inner.teardown()
+
+
+def _paths_of(callback: ModelCheckpoint) -> tuple[str, str, dict[str, float]]:
+    """Return its best and its last path, and the scores of those that it compares."""
+    scores = {path: float(score) for path, score in callback.best_k_models.items()}
+    return callback.best_model_path, callback.last_model_path, scores
+
+
+def _settle(callback: ModelCheckpoint, best: str, last: str, scores: dict[str, float]) -> None:
+    """Give a callback the best path, the last one, and its scores; none of them if nothing is there."""
+    ranked = sorted(scores, key=scores.__getitem__, reverse=callback.mode == "max")
+    callback.best_model_path = best if _exists(best) else next(iter(ranked), "")
+    callback.last_model_path = last if _exists(last) else ""
+    callback.best_k_models = {path: torch.tensor(score) for path, score in scores.items()}
+    callback.best_model_score = callback.best_k_models.get(callback.best_model_path)
+    callback.kth_best_model_path = ranked[-1] if ranked else ""
+    if best and not callback.best_model_path:
+        logger.warning(
+            "another worker has saved this training's checkpoints, and this one does not see them: "
+            "ModelCheckpoint.best_model_path is empty here"
+        )
+
+
+def _exists(path: str) -> bool:
+    return bool(path) and bool(get_filesystem(path).exists(path))
 
 
 def accumulates(trainer: Trainer, batch_idx: int) -> bool:

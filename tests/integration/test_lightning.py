@@ -119,6 +119,7 @@ def test_it_pauses_to_validate_and_one_worker_saves(cluster) -> None:
         assert w["steps"] == w["iterations"]
     saved = sorted((cluster.folder / "saved").iterdir(), key=lambda path: path.stat().st_mtime)
     assert saved and not any("-v1" in path.name for path in saved)
+    assert workers[0]["best"] == workers[1]["best"] and Path(workers[0]["best"][0]) == saved[-1]
 
     (cluster.folder / "again").mkdir()
     again = LightningCluster(cluster.folder / "again")
@@ -301,6 +302,19 @@ def test_a_checkpoint_that_another_worker_has_saved_is_an_error_in_words(tmp_pat
         saves.load_checkpoint(tmp_path / "best.ckpt")
     saves.save_checkpoint({"global_step": 3}, tmp_path / "best.ckpt")
     assert saves.load_checkpoint(tmp_path / "best.ckpt") == {"global_step": 3}
+
+
+def test_paths_that_are_not_here_are_not_claimed(tmp_path, monkeypatch, caplog) -> None:
+    lightning, integration = in_this_process(monkeypatch)
+    (tmp_path / "b.ckpt").touch()
+    here, gone = str(tmp_path / "b.ckpt"), str(tmp_path / "a.ckpt")
+    callback = lightning.pytorch.callbacks.ModelCheckpoint(tmp_path, monitor="loss")
+    integration._settle(callback, gone, here, {here: 0.5})
+    assert (callback.best_model_path, callback.last_model_path, float(callback.best_model_score)) == (here, here, 0.5)
+    assert callback.kth_best_model_path == here and not caplog.messages
+    integration._settle(callback, gone, gone, {})
+    assert (callback.best_model_path, callback.last_model_path, callback.best_model_score) == ("", "", None)
+    assert "best_model_path is empty here" in caplog.text
 
 
 def test_without_the_library_the_import_says_what_to_install(monkeypatch) -> None:

@@ -123,7 +123,9 @@ else:
     if lsgd.rank == 0:
         rows = list(csv.DictReader((folder / "logs" / "mine" / "metrics.csv").open()))
 
+best = saver.best_model_path if not options.example and options.every else ""
 result = {
+    "best": [best, torch.load(best, weights_only=False)["global_step"]] if best else [],
     "iterations": lsgd.worker.iterations,
     "steps": trainer.global_step,
     "started": started,
