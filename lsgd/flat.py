@@ -52,7 +52,8 @@ class Slot:
 
     def held(self) -> Tensor:
         """Return the parameter, or this process's shard of it."""
-        return local(self.parameter)
+        parameter = self.module._parameters[self.key]
+        return parameter if type(parameter) is nn.Parameter else local(self.parameter)
 
 
 class Layout:

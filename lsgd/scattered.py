@@ -6,8 +6,11 @@ do with it takes one pass over the parameters and no memory. Anything else works
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +23,8 @@ from lsgd.errors import LsgdError
 aten = torch.ops.aten
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """A range of a vector's elements.
 
     Args:
@@ -32,34 +36,45 @@ class Place(NamedTuple):
     held: Callable[[], Tensor]
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    numel: int = field(init=False)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return torch.Size(self.shape).numel()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", math.prod(self.shape))
 
     def ordered(self, row: Tensor) -> Tensor:
         """Return a row of this place's elements in its shape."""
         return row.as_strided(self.shape, self.stride)
 
 
-class Part(NamedTuple):
-    """What an operation gets of a place: memory of the tensor there, or a ``copy`` of it all to be put back."""
+class Lent(NamedTuple):
+    """What an operation gets of a vector's range: for each place in it a row of elements, if possible its own memory.
 
-    place: Place
-    held: Tensor
-    here: Tensor
-    is_row: bool = True
-    copy: Tensor | None = None
+    Args:
+        sizes: of the rows.
+        rows: the elements. Of a place with other strides they are the tensor itself.
+        held: the tensors at the places.
+        shaped: the places of such tensors, by the index of the row.
+        copies: copies of tensors of which rows are parts, to be put back: by the index, with the place.
+    """
 
-    def beside(self, row: Tensor) -> Tensor:
-        """Return a row of as many elements in the shape of ``here``."""
-        return row if self.is_row else self.place.ordered(row)
+    sizes: list[int]
+    rows: list[Tensor]
+    held: list[Tensor]
+    shaped: dict[int, Place]
+    copies: dict[int, tuple[Place, Tensor]]
 
-    def put_back(self) -> None:
-        """Write a changed copy to the place."""
-        if self.copy is not None:
-            self.held.copy_(self.place.ordered(self.copy))
+    def beside(self, other: Tensor) -> list[Tensor]:
+        """Return the same parts of another row, in the same shapes."""
+        rows = list(torch.split(other, self.sizes))
+        for index, place in self.shaped.items():
+            rows[index] = place.ordered(rows[index])
+        return rows
+
+    def written(self) -> None:
+        """Put back changed copies, and count the change: below autograd, nobody else does."""
+        for index, (place, copy) in self.copies.items():
+            self.held[index].copy_(place.ordered(copy))
+        increment_version(self.held)
 
 
 class Memory:
@@ -73,38 +88,33 @@ class Memory:
     def __init__(self, places: Sequence[Place], dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self._places = [place for place in places if place.numel]
-        self._starts = [0]
-        for place in self._places:
-            self._starts.append(self._starts[-1] + place.numel)
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self._starts[-1]
+        self._starts = [0, *accumulate(place.numel for place in self._places)]
 
     def vector(self) -> Scattered:
         """Return the whole vector."""
-        return Scattered(self, 0, self.numel)
+        return Scattered(self, 0, self._starts[-1])
 
-    def parts(self, start: int, stop: int, *, alike: bool) -> Iterator[tuple[int, Part]]:
-        """Yield the sizes and the parts of a range; ``alike``: in the vector's dtype, and on its device."""
-        index = bisect_right(self._starts, start) - 1
-        while start < stop:
+    def lend(self, start: int, stop: int, *, alike: bool) -> Lent:
+        """Return the elements from ``start`` to ``stop``; ``alike``: in the vector's dtype, and on its device."""
+        lent, dtype, device = Lent([], [], [], {}, {}), self.dtype, self.device
+        for index in range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop)):
             place, begin = self._places[index], self._starts[index]
-            end = min(stop, begin + place.numel)
-            yield end - start, self._part(place, start - begin, end - begin, alike=alike)
-            start, index = end, index + 1
-
-    def _part(self, place: Place, start: int, stop: int, *, alike: bool) -> Part:
-        held = place.held()
-        if not alike or (held.dtype == self.dtype and held.device == self.device):
-            if held.stride() == place.stride:
-                return Part(place, held, held.as_strided((stop - start,), (1,), held.storage_offset() + start))
-            if stop - start == place.numel:
-                return Part(place, held, held, is_row=False)
-        copy = torch.empty(place.numel, dtype=self.dtype, device=self.device)
-        place.ordered(copy).copy_(held)
-        return Part(place, held, copy[start:stop], copy=copy)
+            first, last = max(start - begin, 0), min(stop - begin, place.numel)
+            held = place.held()
+            lent.held.append(held)
+            lent.sizes.append(last - first)
+            usable = not alike or (held.dtype is dtype and held.device == device)
+            if usable and held.stride() == place.stride:
+                lent.rows.append(held.as_strided((last - first,), (1,), held.storage_offset() + first))
+            elif usable and last - first == place.numel:
+                lent.shaped[len(lent.rows)] = place
+                lent.rows.append(held)
+            else:
+                copy = torch.empty(place.numel, dtype=dtype, device=device)
+                place.ordered(copy).copy_(held)
+                lent.copies[len(lent.rows)] = place, copy
+                lent.rows.append(copy[first:last])
+        return lent
 
 
 class Scattered(Tensor):
@@ -140,18 +150,12 @@ class Scattered(Tensor):
 
     def each(self, call: Callable[..., object], *others: Tensor, writes: bool = False, alike: bool = True) -> Any:
         """Call something with the list of the parts, and one of the same parts of each other row; return its result."""
-        found = list(self.memory.parts(self.start, self.stop, alike=alike))
-        sizes, parts = [size for size, _ in found], [part for _, part in found]
-        beside = [
-            [part.beside(row) for part, row in zip(parts, torch.split(other, sizes), strict=True)] for other in others
-        ]
-        if not parts:
+        lent = self.memory.lend(self.start, self.stop, alike=alike)
+        if not lent.rows:
             return None
-        result = call([part.here for part in parts], *beside)
+        result = call(lent.rows, *(lent.beside(other) for other in others))
         if writes:
-            for part in parts:
-                part.put_back()
-            increment_version([part.held for part in parts])  # below autograd, nobody counts
+            lent.written()
         return result
 
     def gathered(self, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
@@ -198,8 +202,8 @@ def _subtract(x: Tensor, other: Any, *, alpha: float = 1, out: Tensor) -> Any:
 def _extremes(x: Scattered, *, dim: int | None = None, keepdim: bool = False) -> Any:
     if dim is not None or not x.numel():
         return NotImplemented
-    found = x.each(lambda own: [torch.stack(each.aminmax()).to(x.device) for each in own], alike=False)
-    least, most = torch.stack(found).unbind(1)
+    found = x.each(lambda own: [extreme for each in own for extreme in each.aminmax()], alike=False)
+    least, most = torch.stack([each.to(x.device) for each in found]).view(-1, 2).unbind(1)
     return least.amin(), most.amax()
 
 
