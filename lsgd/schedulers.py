@@ -85,7 +85,7 @@ def hold(scheduler: Any) -> None:
     """Give the optimizer the rates that the scheduler has set last, whatever has replaced them since."""
     for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         if isinstance(group["lr"], Tensor):  # a compiled or captured step reads it from there
-            group["lr"].fill_(float(rate))
+            group["lr"].fill_(rate)
         else:
             group["lr"] = rate
 
@@ -152,7 +152,7 @@ class Followed:
         if self._kept is not None:
             self.scheduler.load_state_dict(self._kept)
         bring(self.scheduler, place)
-        self._kept = copy.deepcopy(self.scheduler.state_dict())
+        self._kept = self.scheduler.state_dict()  # whose values a step replaces
 
     def _length(self) -> int:
         length = length_of(self.scheduler)
@@ -256,20 +256,24 @@ class Schedulers:
             LsgdError: a scheduler that nobody has told of has begun anew.
         """
         words = self._rates.step(optimizer)
-        if not words or optimizer in self._known():
+        if not words:
             return
-        where = f"step {loop.step} of {loop.steps}" if loop.steps else f"{100 * loop.middle:.0f} % of the run"
+        where = f"step {loop.step}" if loop.is_own else f"{100 * loop.middle:.0f} % of the run"
+        where += f" of {loop.steps}" * bool(loop.steps)
         what = f"{self._name} is at {where}, with the learning rate of the run's first step: {words}"
         if self._is_untold(optimizer):
             raise LsgdError(
                 f"{what} (as shares of the base rate). Its scheduler began anew when this worker joined: where it is "
                 f"made, add worker.follow(scheduler)"
             )
-        logger.warning(
-            "%s. If the script computes it, begin its loop at worker.step; if ReduceLROnPlateau sets it, add "
-            "worker.follow(scheduler)",
-            what,
-        )
+        if optimizer not in self._known():
+            logger.warning(
+                "%s. If the script computes it, begin its loop at worker.step; if ReduceLROnPlateau sets it, add "
+                "worker.follow(scheduler)",
+                what,
+            )
+        elif loop.is_own and not loop.step:
+            logger.warning("%s. So that lsgd knows where this worker is, set worker.steps after the join", what)
 
     def _known(self) -> set[torch.optim.Optimizer]:
         return {optimizer_of(each.scheduler) for each in self._followed} | {*self._others()}
