@@ -210,6 +210,7 @@ class Schedulers:
     ) -> None:
         self._name, self._optimizers, self._rates, self._others = name, optimizers, rates, known
         self._followed: list[Followed] = []
+        self._is_past_end = False  # of the script's own loop, which is said once
 
     def add(self, given: Any, place: Callable[[], int] | None) -> None:
         """Let a scheduler follow the worker.
@@ -250,11 +251,18 @@ class Schedulers:
             )
 
     def before_step(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
-        """At a worker's first step, compare its rates with the run's.
+        """At a worker's first step, compare its rates with the run's; warn of steps after a schedule's end.
 
         Raises:
             LsgdError: a scheduler that nobody has told of has begun anew.
         """
+        if self._followed and loop.step >= loop.steps > 0 and not self._is_past_end:
+            self._is_past_end = True
+            logger.warning(
+                "%s makes more steps than worker.steps = %d, and its scheduler continues past its end: begin the loop "
+                "at worker.step, and end it at worker.steps",
+                *(self._name, loop.steps),
+            )
         words = self._rates.step(optimizer)
         if not words:
             return

@@ -330,6 +330,18 @@ def test_wrappers_of_schedulers_and_optimizers_are_seen_through() -> None:
     assert count_of(scheduler.scheduler) == 30 and rates(one) == pytest.approx([0.05, 0.025])
 
 
+def test_a_loop_that_begins_at_0_again_is_told_where_its_scheduler_ends(caplog) -> None:
+    one, scheduler = made("cosine")
+    bench = Bench(one)
+    bench.all.add(scheduler, None)
+    bench.make(scheduler, N)
+    assert not caplog.records
+    for step in (N, N + 1):
+        bench.all.before_step(one, loop(step))
+    (record,) = caplog.records
+    assert "makes more steps than worker.steps = 60" in record.message
+
+
 def test_what_counts() -> None:
     one = optimizer()
     assert not counts(schedulers.ReduceLROnPlateau(one)) and not counts(one)
