@@ -85,7 +85,7 @@ def hold(scheduler: Any) -> None:
     """Give the optimizer the rates that the scheduler has set last, whatever has replaced them since."""
     for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         if isinstance(group["lr"], Tensor):  # a compiled or captured step reads it from there
-            group["lr"].fill_(float(rate))
+            group["lr"].fill_(rate)
         else:
             group["lr"] = rate
 
@@ -152,7 +152,7 @@ class Followed:
         if self._kept is not None:
             self.scheduler.load_state_dict(self._kept)
         bring(self.scheduler, place)
-        self._kept = copy.deepcopy(self.scheduler.state_dict())
+        self._kept = self.scheduler.state_dict()  # whose values a step replaces
 
     def _length(self) -> int:
         length = length_of(self.scheduler)
@@ -210,6 +210,7 @@ class Schedulers:
     ) -> None:
         self._name, self._optimizers, self._rates, self._others = name, optimizers, rates, known
         self._followed: list[Followed] = []
+        self._is_past_end = False  # of the script's own loop, which is said once
 
     def add(self, given: Any, place: Callable[[], int] | None) -> None:
         """Let a scheduler follow the worker.
@@ -250,26 +251,37 @@ class Schedulers:
             )
 
     def before_step(self, optimizer: torch.optim.Optimizer, loop: Loop) -> None:
-        """At a worker's first step, compare its rates with the run's.
+        """At a worker's first step, compare its rates with the run's; warn of steps after a schedule's end.
 
         Raises:
             LsgdError: a scheduler that nobody has told of has begun anew.
         """
+        if self._followed and loop.step >= loop.steps > 0 and not self._is_past_end:
+            self._is_past_end = True
+            logger.warning(
+                "%s makes more steps than worker.steps = %d, and its scheduler continues past its end: begin the loop "
+                "at worker.step, and end it at worker.steps",
+                *(self._name, loop.steps),
+            )
         words = self._rates.step(optimizer)
-        if not words or optimizer in self._known():
+        if not words:
             return
-        where = f"step {loop.step} of {loop.steps}" if loop.steps else f"{100 * loop.middle:.0f} % of the run"
+        where = f"step {loop.step}" if loop.is_own else f"{100 * loop.middle:.0f} % of the run"
+        where += f" of {loop.steps}" * bool(loop.steps)
         what = f"{self._name} is at {where}, with the learning rate of the run's first step: {words}"
         if self._is_untold(optimizer):
             raise LsgdError(
                 f"{what} (as shares of the base rate). Its scheduler began anew when this worker joined: where it is "
                 f"made, add worker.follow(scheduler)"
             )
-        logger.warning(
-            "%s. If the script computes it, begin its loop at worker.step; if ReduceLROnPlateau sets it, add "
-            "worker.follow(scheduler)",
-            what,
-        )
+        if optimizer not in self._known():
+            logger.warning(
+                "%s. If the script computes it, begin its loop at worker.step; if ReduceLROnPlateau sets it, add "
+                "worker.follow(scheduler)",
+                what,
+            )
+        elif loop.is_own and not loop.step:
+            logger.warning("%s. So that lsgd knows where this worker is, set worker.steps after the join", what)
 
     def _known(self) -> set[torch.optim.Optimizer]:
         return {optimizer_of(each.scheduler) for each in self._followed} | {*self._others()}

@@ -9,13 +9,16 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
 from lsgd.algorithms import ALGORITHMS
@@ -413,6 +416,31 @@ def test_a_buffer_that_training_has_made_longer_comes_back(tmp_path: Path) -> No
     assert checkpoints.save(checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3))
     assert resumed(tmp_path, other) == (5, RUN)
     assert other.mask.tolist() == [0, 1, 2, 3, 4, 5] and torch.equal(other.layer.weight, model.layer.weight)
+
+
+@pytest.mark.parametrize("made", ["extra", "before", "after"])
+@pytest.mark.parametrize("kind", [partial(lr_scheduler.CosineAnnealingLR, T_max=9), lr_scheduler.ReduceLROnPlateau])
+def test_a_scheduler_that_is_attended_to_brings_its_rates_back(tmp_path: Path, made: str, kind: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = kind(optimizer)
+    checkpoints = started(model, tmp_path, optimizer, schedule=scheduler)
+    for loss in (1.0, *[2.0] * 12):  # a plateau's patience is 10
+        optimizer.step()
+        scheduler.step(*[loss] * isinstance(scheduler, lr_scheduler.ReduceLROnPlateau))
+    assert checkpoints.save(checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3))
+    rate = optimizer.param_groups[0]["lr"]
+    assert rate < 0.1
+
+    again = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = kind(again) if made != "after" else None
+    resuming = Checkpoints(model, [again], {"schedule": other} if made == "extra" else {}, None, tmp_path, Island())
+    resuming.load(WORKER, *describe(model))
+    if made != "extra":
+        other = other or kind(again)
+        resuming.attend_extra("schedule", other)
+    assert other is not None
+    assert again.param_groups[0]["lr"] == rate and other.last_epoch == scheduler.last_epoch
 
 
 def test_other_optimizers_and_extras_are_named(tmp_path: Path, caplog) -> None:

@@ -249,6 +249,23 @@ def test_rates_that_no_scheduler_sets_are_a_warning_at_most(caplog) -> None:
     assert "with the learning rate of the run's first step: 0.1, where the run's is 0.05" in caplog.text
 
 
+def test_a_worker_that_follows_without_a_place_is_told_how_it_gets_one(caplog) -> None:
+    """Without a length of its loop, nobody tells a worker that is started again where the others are."""
+    one, scheduler = made("cosine")
+    bench = Bench(one, run=run_after("cosine", 30))
+    bench.all.add(scheduler, None)
+    bench.all.follow(Loop(0, 0, False, 0.0, float("inf")))
+    bench.all.before_step(one, Loop(0, 0, False, 0.0, float("inf")))
+    assert "is at step 0, with the learning rate of the run's first step" in caplog.text
+    assert "set worker.steps after the join" in caplog.text
+
+
+def test_in_a_plan_with_an_end_the_place_is_a_share_of_the_run() -> None:
+    one, _ = made("cosine")
+    with pytest.raises(LsgdError, match="is at 50 % of the run, with the learning rate of the run's first step"):
+        Bench(one, run=run_after("cosine", 30)).all.before_step(one, loop(steps=0, middle=0.5))
+
+
 def test_rates_of_a_run_come_through_its_members() -> None:
     """One that has not stepped hands on what it was told; and what it learns later changes nothing."""
     run = run_after("cosine", 30)
@@ -311,6 +328,18 @@ def test_wrappers_of_schedulers_and_optimizers_are_seen_through() -> None:
     bench.all.add(scheduler, None)
     bench.all.follow(loop(30))
     assert count_of(scheduler.scheduler) == 30 and rates(one) == pytest.approx([0.05, 0.025])
+
+
+def test_a_loop_that_begins_at_0_again_is_told_where_its_scheduler_ends(caplog) -> None:
+    one, scheduler = made("cosine")
+    bench = Bench(one)
+    bench.all.add(scheduler, None)
+    bench.make(scheduler, N)
+    assert not caplog.records
+    for step in (N, N + 1):
+        bench.all.before_step(one, loop(step))
+    (record,) = caplog.records
+    assert "makes more steps than worker.steps = 60" in record.message
 
 
 def test_what_counts() -> None:
