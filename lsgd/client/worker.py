@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lsgd.algorithms.base import is_muon
+from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model, save_to_store
 from lsgd.client.control.closing import CodedError, exit_at_once, exit_for, leave_on_errors, on_error
@@ -32,7 +33,7 @@ from lsgd.client.control.joining import (
     unwrapped,
 )
 from lsgd.client.control.replicas import bare, ddp_of
-from lsgd.client.data.first import FirstData
+from lsgd.client.data.first import FirstData, FirstSteps
 from lsgd.client.data.passes import Pass, Passes, peek, rows_of
 from lsgd.client.data.randomness import OwnInEachProcess, begin_own
 from lsgd.client.data.samplers import options_of, shard_of
@@ -93,7 +94,9 @@ class Worker:
     (:class:`lsgd.errors.NonFiniteError`).
     """
 
-    def __init__(self, membership: Membership, replica: Replica, steps: Steps, checkpoints: Checkpoints) -> None:
+    def __init__(
+        self, membership: Membership, replica: Replica, steps: Steps, checkpoints: Checkpoints, first: FirstSteps
+    ) -> None:
         self.plan = membership.plan
         """The settings of the run."""
         self._membership = membership
@@ -101,7 +104,7 @@ class Worker:
         self._replica = replica
         self._steps, self._checkpoints, self._open = steps, checkpoints, True
         self._pid = os.getpid()
-        self._data = FirstData(lambda digest: self._channel.send(Data(*membership.who, digest)))
+        self._first, self._data = first, FirstData(first)
         leave_on_errors(self)
         self._parts = weakref.WeakSet[Part]()
         self._samplers: list[Passes] = []
@@ -117,6 +120,7 @@ class Worker:
         checkpoint_dir: Path | str | None = None,
         extra: Mapping[str, Stateful] | None = None,
         step: int = 0,
+        same_data: bool = False,
         identity: Identity | None = None,
     ) -> Self:
         """Join the run of this machine's local server, and return when all expected workers have joined.
@@ -134,6 +138,8 @@ class Worker:
             extra: objects to checkpoint by name, with ``state_dict`` and ``load_state_dict``, such as a GradScaler.
                 If the run resumes (``LSGD_RESUME``), this call restores them, like the model and the optimizers.
             step: iteration at which the script's own loop begins, if it has resumed by itself; see :attr:`step`.
+            same_data: whether workers are meant to learn from the same data with the same random numbers; otherwise the
+                servers refuse two whose first gradients are equal.
             identity: this worker's place in the run, instead of the variables: several workers can so join as
                 threads of one process. None: :func:`lsgd.client.control.identity.identify`.
 
@@ -163,7 +169,12 @@ class Worker:
                 if membership.plan.run.own_noise:
                     begin_own(membership.join.worker, island.rank, identity.restarted and identity.incarnation)
                 replica = Replica(membership, flat, model, optimizers, checkpoints, ddp)
-                return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints)
+                first = FirstSteps(lambda *digests: membership.channel.send(Data(*membership.who, *digests)))
+                if same_data:
+                    first.tell_nothing()
+                exchanged = isinstance(replica.algorithm, GradientAlgorithm)
+                first.watch(model.parameters(), replica.optimizers, exchanged=exchanged)
+                return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints, first)
 
     # -- what a training loop uses -----------------------------------------------------------------------------
 
@@ -311,6 +322,10 @@ class Worker:
         loader = shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._deal(loader)
 
+    def divided(self) -> None:
+        """Say that the script's data is divided among the workers, so that the servers need not compare it."""
+        self._first.tell_nothing()
+
     def _own(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return a loader's options, with which its processes draw numbers of this worker's own."""
         if (init := options.get("worker_init_fn")) is None or not self.plan.run.own_noise:
@@ -343,7 +358,7 @@ class Worker:
         Raises:
             ConfigError: it is neither, a dataset has fewer samples than workers, or a sampler has no length.
         """
-        self._data.tell_nothing()
+        self.divided()
         if isinstance(data, Mapping):
             return {name: self.shard(each) for name, each in data.items()}
         if isinstance(data, list | tuple) and any(isinstance(each, DataLoader) for each in data):
@@ -476,6 +491,7 @@ class Worker:
         """
         if not self.stopped:
             self._check_open()
+        self._first.begin()
         begun = self._steps.begin()
         for part in self._parts:
             part.follow()

@@ -125,8 +125,8 @@ class WrappedWorker(Worker):
         return means
 
     def announce(self, inputs: object) -> None:
-        """Let the servers compare the first inputs of the workers' models."""
-        self._data.tell(inputs)
+        """Note the first inputs of the model, for the servers' comparison of what workers learn first."""
+        self._first.note(inputs)
 
     def record(self, loss: Tensor) -> None:
         """Record a loss that the model has returned."""

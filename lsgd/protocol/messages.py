@@ -126,9 +126,17 @@ class FromWorker:
 
 @dataclass(frozen=True, slots=True)
 class Data(FromWorker):
-    """Digest of the first batch that a worker drew; it reveals two workers with the same data."""
+    """Digests of what a worker learned first; they reveal two workers that learn the same thing twice.
+
+    Args:
+        digest: of the gradients of its first step.
+        data: of the first data that it drew, or that its model got; empty: unknown.
+        noise: of its random numbers at that step; empty: unknown.
+    """
 
     digest: str
+    data: str = ""
+    noise: str = ""
 
 
 @dataclass(frozen=True, slots=True)

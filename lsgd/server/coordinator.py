@@ -66,7 +66,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server import admission, answers, endings, meeting, scheduler, succession
 from lsgd.server.reasons import NO_REASON, Why
-from lsgd.server.roster import Member, MemberState
+from lsgd.server.roster import FirstStep, Member, MemberState
 from lsgd.server.state import UNSAID, Decision, RunState
 from lsgd.server.succession import Outcome
 from lsgd.settings import changed, fields
@@ -229,8 +229,8 @@ class Coordinator:
                 endings.settle(self.state, member, done)
                 endings.committed(self.state, member, committed)
                 admission.remove(self.state, member, Why.FAILED(error=reason) if failed else Why.LEFT(farewell=reason))
-            case Data(_, _, digest):
-                self._check_data(member, digest)
+            case Data():
+                self._check_data(member, message)
 
     def _heartbeat(self, member: Member, beat: Heartbeat) -> None:
         """Note that a member is alive; an open round moves as long as what it says of a transfer changes."""
@@ -305,11 +305,12 @@ class Coordinator:
             self.state.roster.goes_on(member)
         self.state.answer(member, Paused(pause.seq))
 
-    def _check_data(self, member: Member, digest: str) -> None:
-        other = self.state.roster.first_with(digest, member)
-        if other is member:
+    def _check_data(self, member: Member, said: Data) -> None:
+        own = FirstStep(member, said.data, said.noise)
+        other = self.state.roster.first_with(said.digest, own)
+        if other is own:
             return
-        reason = Why.SAME_BATCHES(worker=member.worker, other=other.worker)
+        reason = Why.SAME_BATCHES(worker=member.worker, other=other.member.worker, same=own.compared_to(other))
         if self.state.book.ordered["global"] <= 1:  # all run one script, and have learned nothing from each other yet
             endings.fail(self.state, reason)
         else:

@@ -31,7 +31,7 @@ from lsgd.server.daemon import say
 from lsgd.server.links import Ways
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Member, MemberState, OpenRound, Roster, finite
+from lsgd.server.roster import FirstStep, Member, MemberState, OpenRound, Roster, finite
 from lsgd.server.state import RunState
 
 LOCK_WAIT_S = 2.0
@@ -271,7 +271,7 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Ru
     return state
 
 
-VERSION = 13
+VERSION = 14
 """Version of the format."""
 
 _KEPT = (
@@ -323,7 +323,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
             for o in book.open.values()
         ],
         "members": [_member(m) for m in roster.members.values()],
-        "digests": {digest: m.worker for digest, m in roster.digests.items()},
+        "digests": {digest: [first.member.worker, *first[1:]] for digest, first in roster.digests.items()},
         "left": [_member(m) for m in roster.left.values()],
         "made": roster.made,
         "links": state.links.capture(now),
@@ -387,7 +387,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
             saved["made"],
             generation,
             Reason(*saved["broken"]),
-            {digest: members[worker] for digest, worker in saved["digests"].items()},
+            {digest: FirstStep(members[who], *rest) for digest, (who, *rest) in saved["digests"].items()},
         ),
         ledger=Ledger(saved["count"], saved["base"], saved["unheard"]),
         book=RoundBook(

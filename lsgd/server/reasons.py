@@ -78,10 +78,10 @@ class Why(enum.Enum):
     )
     CAME_BACK = "this process of {worker} has already left the run, or was evicted; start it again"
     SAME_BATCHES = (
-        "{worker} and {other} draw the same batches, so one of them learns nothing new: give each its part of a "
-        "DataLoader or a stream, loader = worker.shard(loader), or of a dataset, worker.loader(data, ...), or seed "
-        "what the script draws itself by rank: the variable LSGD_RANK or, if nodes differ in their number of workers, "
-        "1000 * LSGD_NODE + LSGD_LOCAL_RANK"
+        "{worker} and {other} draw the same batches, so one of them learns nothing new (the gradient of their first "
+        "steps is the same{same}): give each its part of a DataLoader or a stream, loader = worker.shard(loader), of a "
+        "dataset, worker.loader(data, ...), or of rows, worker.rows(n); or, if that is meant, pass same_data=True to "
+        "the join"
     )
     TOO_FEW = "after {waited_s:g} s only {joined}; start the others, or a run of fewer (LSGD_WORKERS=N)"
     OTHER_CALL = (

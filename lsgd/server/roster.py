@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
 from lsgd.election import standing
 from lsgd.plan.run import RunSettings
@@ -241,6 +242,22 @@ class OpenRound:
             member.sent_nbytes = total
 
 
+class FirstStep(NamedTuple):
+    """What a member has said of its first step, beside its gradients: digests of its data and its random numbers."""
+
+    member: Member
+    data: str = ""
+    noise: str = ""
+
+    def compared_to(self, other: "FirstStep") -> str:
+        """Return in words what else is equal to that of another member with the same gradients, and what is not."""
+        pairs = (("the data, in the same order", self.data, other.data), ("the noise", self.noise, other.noise))
+        known = [(what, own == its) for what, own, its in pairs if own and its]
+        equal = " and ".join(what for what, same in known if same)
+        differ = " and ".join(what for what, same in known if not same)
+        return (f", and so is {equal}" if equal else "") + (f", but not {differ}" if differ else "")
+
+
 class Roster:
     """The members of the run and of its current generation, with the counts that every decision needs.
 
@@ -252,7 +269,7 @@ class Roster:
         made: iterations of departed incarnations, by name; as many workers as in ``left``.
         generation: the current one, or the last.
         broken: reason why the generation is over; none while it lasts.
-        digests: those of the first batches, each with the member that reported it first.
+        digests: those of the gradients of first steps, each with the member that reported it first.
 
     Attributes:
         changes: counts those of members and generations, but not that a member is held or goes on.
@@ -271,7 +288,7 @@ class Roster:
         made: Mapping[str, int] | None = None,
         generation: Generation | None = None,
         broken: Reason = NO_REASON,
-        digests: Mapping[str, Member] | None = None,
+        digests: Mapping[str, "FirstStep"] | None = None,
     ) -> None:
         self.changes = Changes()
         self.members = {m.worker: m for m in members}
@@ -374,11 +391,12 @@ class Roster:
         self.changes.add()
         member.began = step
 
-    def first_with(self, digest: str, member: Member) -> Member:
-        """Return the member whose first batch had this digest first: ``member`` if nobody's had."""
+    def first_with(self, digest: str, own: FirstStep) -> FirstStep:
+        """Return the first step that was the first with gradients of this digest: ``own`` if it is, or its member's."""
         if digest not in self.digests:
             self.changes.add()
-        return self.digests.setdefault(digest, member)
+        first = self.digests.setdefault(digest, own)
+        return own if first.member is own.member else first
 
     def add(self, member: Member) -> None:
         """Add a worker that has joined."""
@@ -398,7 +416,7 @@ class Roster:
         self.left[member.worker] = member
         self.made[member.worker] = self.made.get(member.worker, 0) + member.done
         self._ended.add((member.worker, member.join.incarnation))
-        self.digests = {digest: m for digest, m in self.digests.items() if m is not member}
+        self.digests = {digest: first for digest, first in self.digests.items() if first.member is not member}
         if len(self.left) > MAX_LEFT:
             oldest = next(iter(self.left))
             del self.left[oldest], self.made[oldest]

@@ -109,6 +109,13 @@ def test_each_of_two_loaders_is_dealt(cluster) -> None:
         assert len(first) >= share and sorted({*first[:share]} | {*second[:share]}) == list(range(96))[: 2 * share]
 
 
+def test_trainers_that_learn_the_same_end_the_run(cluster) -> None:
+    server, _ = cluster.start("--workers", "2", "--iterations", "40", "--period", "4")
+    workers = [cluster.worker("lightning_worker", 0, index, "--shared") for index in range(2)]
+    assert [worker.wait() for worker in workers] == [77, 77] and server.wait() == 1
+    assert "draw the same batches" in server.output and ", but not the noise): give each its part" in server.output
+
+
 def test_it_pauses_to_validate_and_one_worker_saves(cluster) -> None:
     """And a checkpoint of Lightning is where another run begins."""
     plan = ["--algorithm", "local", "--iterations", "40", "--period", "4"]

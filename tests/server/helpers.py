@@ -249,8 +249,8 @@ class Bench:
         self.done[place] += did
         return self.say(Leave(*self.who(place), self.done[place], failed, reason, self.committed[place]))
 
-    def data(self, place: str, digest: str) -> dict[str, list[Downward]]:
-        return self.say(Data(*self.who(place), digest))
+    def data(self, place: str, digest: str, data: str = "", noise: str = "") -> dict[str, list[Downward]]:
+        return self.say(Data(*self.who(place), digest, data, noise))
 
     def member(self, place: str):  # type: ignore[no-untyped-def]
         return self.roster.members[self.who(place)[0]]

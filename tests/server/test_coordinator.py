@@ -945,6 +945,22 @@ def test_two_workers_with_the_same_batches_end_a_run_that_has_learned_nothing() 
     assert bench.ask("00")["00"] == [Refused(bench.state.failed)]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ((), (), "first steps is the same):"),
+        (("d", "n"), ("d", "n"), "is the same, and so is the data, in the same order and the noise):"),
+        (("d", "n"), ("d", "m"), "is the same, and so is the data, in the same order, but not the noise):"),
+        (("d", "n"), ("e", ""), "is the same, but not the data, in the same order):"),
+    ],
+)
+def test_what_is_the_same_is_said(first, second, words) -> None:
+    bench = started("00", "01")
+    bench.data("00", "digest", *first)
+    bench.data("01", "digest", *second)
+    assert words in str(bench.state.failed)
+
+
 def test_a_worker_that_comes_later_with_the_same_batches_is_refused() -> None:
     bench = started("00", "01", "02", period=1, local_period=1)
     bench.ask_all("00", "01", "02")

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,36 +11,135 @@ from torch.utils import _pytree
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from lsgd.client.data.passes import peek
+from lsgd.client.data.randomness import states
 from lsgd.client.data.samplers import index_sampler
 from lsgd.client.data.shards import ShardLoader
 from lsgd.errors import LsgdError
+from lsgd.shards import local
 
 logger = logging.getLogger("lsgd")
 
 T = TypeVar("T")
 
+STEPS = 64
+"""How many steps without a gradient the comparison waits for one: a GradScaler skips some, a warm-up may freeze all."""
+
 DIGEST_NBYTES = 1 << 16
 """How many bytes of each tensor go into a batch's digest."""
 
 
+class FirstSteps:
+    """Lets the servers compare what workers learn in their first steps, where lsgd does not divide the data.
+
+    Two whose gradients are equal learn the same thing twice. Equal inputs alone say nothing: a later forward pass of
+    the step may have others, and the same graph may have another mask.
+
+    Args:
+        tell: sends three digests: of the gradients, of the first data, and of the random numbers at the first step; the
+            last two are empty if there are none.
+    """
+
+    def __init__(self, tell: Callable[[str, str, str], object]) -> None:
+        self._tell: Callable[[str, str, str], object] | None = tell
+        self._data = self._noise = ""
+        self._steps = STEPS
+        self._waiting: set[torch.optim.Optimizer] = set()
+        self._all: list[torch.optim.Optimizer] = []
+        self._hooks: list[Any] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._hashed, self._learned = hashlib.blake2b(digest_size=16), False
+        self._waiting = set(self._all)
+
+    def watch(
+        self, parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer], *, exchanged: bool
+    ) -> None:
+        """Look at the gradients of the first steps.
+
+        Args:
+            parameters: those with gradients.
+            optimizers: all of the worker's.
+            exchanged: whether optimizers step by gradients that workers have exchanged: then they are looked at as the
+                backward pass computes them.
+        """
+        self._all = list(optimizers)
+        self._begin()
+        self._hooks = [o.register_step_post_hook(self._after_step) for o in self._all]
+        self._exchanged = exchanged
+        if exchanged:
+            leaves = [x for x in parameters if x.requires_grad]
+            self._hooks += [x.register_post_accumulate_grad_hook(self._add) for x in leaves]  # type: ignore[no-untyped-call]
+
+    @property
+    def compares(self) -> bool:
+        """Whether the servers are to compare anything yet."""
+        return self._tell is not None
+
+    def begin(self) -> None:
+        """Begin a step."""
+        if self._tell is None:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+        elif not self._noise:
+            self._noise = digest_of_random_states()
+
+    def note(self, batch: object) -> None:
+        """Note the first data that the script draws, or that the model gets."""
+        if self._tell is not None and not self._data:
+            self._data = digest(batch)
+
+    def tell_nothing(self) -> None:
+        """Compare nothing: lsgd divides the data, or equal data is meant."""
+        self._tell = None
+
+    def _add(self, parameter: Tensor) -> None:
+        if self._tell is None or parameter.grad is None:
+            return
+        gradient = local(parameter.grad)
+        if gradient.layout != torch.strided:
+            gradient = gradient.coalesce().values()
+        self._learned |= bool(gradient.any())
+        self._hashed.update(head_of(gradient))
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._tell is None:
+            return
+        if not self._exchanged:
+            for parameter in (x for group in optimizer.param_groups for x in group["params"]):
+                self._add(parameter)
+        self._waiting.discard(optimizer)
+        if self._waiting:
+            return
+        if self._learned:
+            self._tell(self._hashed.hexdigest(), self._data, self._noise)
+        self._steps -= 1
+        if self._learned or not self._steps:
+            self._tell = None
+        self._begin()
+
+
 class FirstData:
-    """Lets the servers compare first batches, or first inputs, where lsgd does not shard the data; looks if any come.
+    """Notes the first batch where lsgd does not divide the data, and looks if any come.
 
     Raises:
         LsgdError: two passes in a row had no batch, so that the script would begin passes forever.
     """
 
-    def __init__(self, tell: Callable[[str], object]) -> None:
-        self._tell: Callable[[str], object] | None = tell
+    def __init__(self, steps: FirstSteps) -> None:
+        self._steps = steps
         self._empty = 0  # passes in a row
 
     def of(self, loader: Iterable[T], world_size: int) -> Iterator[T]:
-        """Return an iterator over a loader; at the first call, send the digest if lsgd does not shard the data."""
+        """Return an iterator over a loader."""
         source = iter(loader)
-        if self._tell is not None and not getattr(loader, "is_sharded", False):
+        if getattr(loader, "is_sharded", False):
+            self._steps.tell_nothing()
+        elif self._steps.compares:
             warn_if_unsharded(loader, world_size)
             first, source = peek(source)
-            self.tell(first)
+            self._steps.note(first)
         return self._not_empty(source)
 
     def _not_empty(self, source: Iterator[T]) -> Iterator[T]:
@@ -52,16 +151,6 @@ class FirstData:
                 "pass an object whose __iter__ begins again, or call worker.leave() after the last pass"
             )
         yield from source
-
-    def tell(self, batch: object) -> None:
-        """At the first call, send the digest of a batch, unless lsgd shards the data."""
-        tell, self._tell = self._tell, None
-        if tell is not None and (found := digest(batch)):
-            tell(found)
-
-    def tell_nothing(self) -> None:
-        """Compare nothing: lsgd shards the data."""
-        self._tell = None
 
 
 def warn_if_unsharded(loader: object, world_size: int) -> None:
@@ -82,7 +171,19 @@ def digest(batch: object) -> str:
     leaves = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     tensors = [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_nested and leaf.numel()]
     for tensor in tensors:
-        head = tensor.detach().reshape(-1)[: DIGEST_NBYTES // tensor.element_size()].cpu().contiguous()
         hashed.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-        hashed.update(head.view(torch.uint8).numpy().tobytes())
+        hashed.update(head_of(tensor))
     return hashed.hexdigest() if tensors else ""
+
+
+def head_of(tensor: Tensor) -> bytes:
+    """Return the first bytes of a tensor's elements."""
+    head = tensor.detach().reshape(-1)[: DIGEST_NBYTES // tensor.element_size()].cpu().contiguous()
+    return head.view(torch.uint8).numpy().tobytes()
+
+
+def digest_of_random_states() -> str:
+    """Return a digest of the states of this process's generators."""
+    hashed = hashlib.blake2b(repr(states()).encode(), digest_size=16)
+    hashed.update(torch.get_rng_state().numpy().tobytes())
+    return hashed.hexdigest()

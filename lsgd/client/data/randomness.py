@@ -108,21 +108,22 @@ class Apart:
 
     def __init__(self, seed: int, epoch: int) -> None:
         with common(seed, epoch):
-            self._states = _states()
+            self._states = states()
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         """Let what is drawn here continue its own numbers."""
-        script = _states()
+        script = states()
         _set_states(self._states)
         try:
             yield
         finally:
-            self._states = _states()
+            self._states = states()
             _set_states(script)
 
 
-def _states() -> tuple[Any, ...]:
+def states() -> tuple[Any, ...]:
+    """Return the states of the generators of torch (on the CPU), numpy and Python."""
     return torch.default_generator.get_state(), np.random.get_state(legacy=True), random.getstate()
 
 

@@ -17,7 +17,7 @@ model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 data = torch.randn(16, 4)
 
-with Worker.join(model, optimizer) as worker:
+with Worker.join(model, optimizer, same_data=True) as worker:
     has_consensus = None
     while has_consensus is None and worker.begin_step():
         loss = (model(data) - data.sum(1, keepdim=True)).square().mean()

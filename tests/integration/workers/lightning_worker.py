@@ -31,6 +31,7 @@ parser.add_argument("--manual", action="store_true", help="manual optimization")
 parser.add_argument("--every", type=int, default=0, help="batches between validations, and steps between checkpoints")
 parser.add_argument("--wait-at", type=int, default=0, help="validate at this step until the others have made the rest")
 parser.add_argument("--fail-at", type=int, default=0, help="raise in this step")
+parser.add_argument("--shared", action="store_true", help="draw all data in its order, with shard=False")
 parser.add_argument("--two", action="store_true", help="train on a dict of two loaders")
 parser.add_argument("--resume", default=None, help="a checkpoint of Lightning to begin from")
 parser.add_argument("--scores", type=json.loads, default=[], help="of the validations: by them the Trainer stops early")
@@ -96,7 +97,7 @@ if options.example:
 else:
     torch.manual_seed(0)
     data = TensorDataset(torch.arange(LENGTH), torch.randn(LENGTH, 4))
-    module, lsgd = Line(), LsgdCallback()
+    module, lsgd = Line(), LsgdCallback(shard=not options.shared)
     logger = CSVLogger(folder, name="logs", version="mine")
     stops = [EarlyStopping("score", patience=2)] * bool(options.scores)
     saver = ModelCheckpoint(folder / "saved", every_n_train_steps=options.every, save_top_k=-1)
@@ -116,7 +117,7 @@ else:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    loader = DataLoader(data, batch_size=4, shuffle=True, num_workers=options.num_workers)
+    loader = DataLoader(data, batch_size=4, shuffle=not options.shared, num_workers=options.num_workers)
     if options.two:
         loader = {"a": loader, "b": DataLoader(data, batch_size=8, shuffle=True)}
     trainer.fit(module, loader, DataLoader(data, batch_size=4), ckpt_path=options.resume, weights_only=False)

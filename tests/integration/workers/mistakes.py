@@ -14,7 +14,7 @@ options = parser.parse_args()
 model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-with Worker.join(model, optimizer) as worker:
+with Worker.join(model, optimizer, same_data=True) as worker:
     while worker.begin_step():
         loss = model(torch.ones(2, 4)).square().mean()
         optimizer.zero_grad()

@@ -16,7 +16,7 @@ def loss() -> torch.Tensor:
 
 
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-with Worker.join(model, optimizer) as worker:
+with Worker.join(model, optimizer, same_data=True) as worker:
     learns = worker.name == "node0/worker1"
     optimizer.param_groups[0]["lr"] = 0.01 if learns else 0.0
     worker.probe(loss)
