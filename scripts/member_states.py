@@ -19,10 +19,14 @@ def table() -> str:
     return "\n".join(rows)
 
 
-if __name__ == "__main__":
-    page = Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE
-    head, rows = table().split("\n", 1)
+def renew(page: Path, made: str) -> None:
+    """Write a table into a page, in the place of the one with the same head."""
+    head, rows = made.split("\n", 1)
     text, found = re.subn(rf"^{re.escape(head)}\n(\|.*\n)+", lambda _: f"{head}\n{rows}", page.read_text(), flags=re.M)
     if found != 1:
         sys.exit(f"{page} has {found} tables that begin with {head}")
     page.write_text(text)
+
+
+if __name__ == "__main__":
+    renew(Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE, table())

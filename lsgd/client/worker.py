@@ -35,6 +35,7 @@ from lsgd.client.control.joining import (
 from lsgd.client.control.replicas import bare, ddp_of
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.reports import Timings, numbers_of
+from lsgd.client.iteration.step import Event
 from lsgd.client.iteration.steps import Steps
 from lsgd.client.streams import Part, StreamLoader, is_stream
 from lsgd.errors import (
@@ -94,7 +95,7 @@ class Worker:
         self._membership = membership
         self._channel = membership.channel
         self._replica = replica
-        self._steps, self._checkpoints, self._open = steps, checkpoints, True
+        self._steps, self._checkpoints = steps, checkpoints
         self._pid = os.getpid()
         self._data = loaders.FirstData(lambda digest: self._channel.send(Data(*membership.who, digest)))
         leave_on_errors(self)
@@ -123,7 +124,8 @@ class Worker:
 
         Args:
             model: any module with dense floating-point parameters; those that require gradients are exchanged.
-            optimizer: the optimizer of these parameters, a wrapper with it as ``.optimizer``, or a list of them.
+            optimizer: the optimizer of these parameters, a wrapper with it as ``.optimizer`` or ``.base_optimizer``, or
+                a list of them.
             timeout_s: longest wait for the other workers.
             checkpoint_dir: folder for this run's checkpoints. None: ``checkpoints`` in :attr:`run_dir`, if that is set.
             extra: objects to checkpoint by name, with ``state_dict`` and ``load_state_dict``, such as a GradScaler.
@@ -196,7 +198,7 @@ class Worker:
         It is true for exactly one worker, in all processes of its island, from the join on. Only if that worker is not
         there when the run's last round makes the consensus, rank 0 of that round takes its place.
         """
-        if self._steps.rounds.grants.late:
+        if (ending := self._steps.rounds.grants.ending) is not None and ending.late:
             return False
         members = self._steps.rounds.final_members
         gone = bool(members) and self._membership.welcome.first not in members
@@ -234,7 +236,7 @@ class Worker:
     @property
     def stopped(self) -> bool:
         """Whether the run has ended and the model is the consensus, or this worker has left the run."""
-        return self._steps.rounds.grants.stopped
+        return self._steps.step.has_ended
 
     @property
     def device(self) -> torch.device:
@@ -495,7 +497,7 @@ class Worker:
 
         Methods that exchange models need it only for more than 128 micro-batches.
         """
-        self._steps.useful = True
+        self._steps.accumulate()
         gradients = self._steps.rounds.gradients
         if gradients is None:
             yield
@@ -548,7 +550,7 @@ class Worker:
         own = numbers_of(numbers, "mean")
         if len(own) > MAX_LOGGED:
             raise ConfigError(f"mean() takes at most {MAX_LOGGED} numbers, not {len(own)}: call it several times")
-        return own if self.stopped or not self._open else self._steps.meet(own)
+        return own if self._steps.step.is_over else self._steps.meet(own)
 
     def barrier(self) -> None:
         """Wait, as in :meth:`mean`, until all workers that train call it, too."""
@@ -627,7 +629,7 @@ class Worker:
         Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches(), and
         a NotTrainedError (exit code 78) if this worker has completed no iteration, though its optimizers have stepped.
         """
-        if self._open and not self.stopped and not self._steps.finish():
+        if not self._steps.step.is_over and not self._steps.finish():
             self._end(reason="it has completed its last round")
         return self._steps.rounds.has_consensus
 
@@ -645,16 +647,16 @@ class Worker:
 
         It raises as :meth:`batches` does. If the consensus is not finite, the process ends with exit code 65.
         """
-        grants, reason = self._steps.rounds.grants, ""
-        grants.wait_s = timeout_s
-        if self._open and not self.stopped:
+        self._steps.rounds.grants.wait_s, reason = timeout_s, ""
+        if not self._steps.step.is_over:
             try:
                 self._steps.finish(waits=True)
             except NoConsensusError:
                 raise
             except ExchangeError as error:
                 logger.error("%s leaves without the run's consensus: %s", self.name, error)
-                grants.stopped, reason = True, "it waited for the others for too long"
+                reason = "it waited for the others for too long"
+                self._steps.step.advance(Event.STOP)
         if (broken := self._end_judged(reason=reason)) is not None:
             exit_for(broken, self.name)
         return self.has_consensus
@@ -678,9 +680,8 @@ class Worker:
         """Tell the servers once that this worker leaves; unused grants go back. A fork of the process says nothing."""
         if not self._open or os.getpid() != self._pid:
             return
-        self._open = False
-        self._steps.close()
         why = reason or ("the run is over" if self.stopped else LOOP_ENDED)
+        self._steps.close()
         self._steps.rounds.entry.leave(cut=failed)
         if not self.is_head:
             self._membership.close()
@@ -721,6 +722,11 @@ class Worker:
         self._end()
         if broken is not None:
             exit_at_once(broken, self.name)
+
+    @property
+    def _open(self) -> bool:
+        """Whether it has not left the run, even if that is over."""
+        return not self._steps.step.has_left
 
     def _check_open(self) -> None:
         if not self._open:
