@@ -25,6 +25,9 @@ logger = logging.getLogger("lsgd")
 
 T = TypeVar("T")
 
+MAX_EMPTY = 1000
+"""How many passes over a worker's data a script may begin after the run's end: one for each epoch that is left."""
+
 DIGEST_NBYTES = 1 << 16
 """How many bytes of each tensor go into a batch's digest."""
 
@@ -44,6 +47,9 @@ class ShardSampler(Sampler[int]):
         shuffle: whether to shuffle; if not, a shard is in the dataset's order.
         processes: number of processes of this worker's island.
     """
+
+    over: Callable[[], bool] = staticmethod(lambda: False)
+    """Whether the run has ended, and so all passes, also those of a loader that another library has made anew."""
 
     def __init__(
         self, length: int, place: Callable[[], tuple[int, int]], seed: int, shuffle: bool, processes: int = 1
@@ -85,7 +91,10 @@ class ShardSampler(Sampler[int]):
         self.epoch = max((each.next_epoch for each in same), default=0)
 
     def _draw(self, indices: list[int], epoch: int) -> Iterator[int]:
-        yield from indices
+        for index in indices:
+            if self.over():
+                return
+            yield index
         self._through = epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -117,7 +126,36 @@ class ShardSampler(Sampler[int]):
         self.consumed = self._skip = state["consumed"]
 
 
-class ShardLoader(DataLoader[Any]):
+class EndingLoader(DataLoader[Any]):
+    """A DataLoader whose passes end with the run: that under way at once, and later ones are empty.
+
+    Attributes:
+        over: whether the run has ended.
+    """
+
+    over: Callable[[], bool] = staticmethod(lambda: False)
+    _empty = 0  # passes after the end
+
+    def __iter__(self) -> Any:
+        return self._until_over(super().__iter__())
+
+    def _until_over(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield batches until the run is over; raise a LsgdError if a loop would begin passes after that forever."""
+        self._empty += self.over()
+        if self._empty > MAX_EMPTY:
+            raise LsgdError(
+                f"the run has ended, and this loop has begun {MAX_EMPTY} passes over its data since, which are empty: "
+                f"end it by `if worker.stopped: break`"
+            )
+        while not self.over():
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
+            yield batch
+
+
+class ShardLoader(EndingLoader):
     """A DataLoader of this worker's shard, made by ``Worker.loader``; every yielded batch counts as consumed."""
 
     is_sharded = True
@@ -126,7 +164,7 @@ class ShardLoader(DataLoader[Any]):
     sampler: ShardSampler
 
     def __iter__(self) -> Any:
-        return self._counted(super().__iter__())
+        return self._until_over(self._counted(DataLoader.__iter__(self)))
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         sampler, size = self.sampler, self.batch_size or 1
@@ -245,6 +283,8 @@ class EveryNth(Sampler[Any]):
         ConfigError: the sampler has no length.
     """
 
+    over: Callable[[], bool] = staticmethod(lambda: False)
+
     def __init__(self, sampler: Any, place: Callable[[], tuple[int, int]]) -> None:
         if length(sampler) == math.inf:
             raise ConfigError(
@@ -256,7 +296,10 @@ class EveryNth(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         rank, size = self._place()
-        return islice(iter(self._sampler), rank, len(self) * size + rank, size)
+        for drawn in islice(iter(self._sampler), rank, len(self) * size + rank, size):
+            if self.over():
+                return
+            yield drawn
 
     def __len__(self) -> int:
         return len(self._sampler) // self._place()[1]  # the same on all workers
@@ -288,7 +331,7 @@ def index_sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if batches is None else None
 
 
-def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], processes: int = 1) -> DataLoader[T]:
+def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], processes: int = 1) -> EndingLoader:
     """Return a DataLoader of a worker's shard of another one's dataset.
 
     Raises:
@@ -299,12 +342,12 @@ def shard_of(loader: DataLoader[T], place: Callable[[], tuple[int, int]], proces
         options |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
     if sampler is None:
         options = {name: value for name, value in options.items() if name not in ("batch_size", "drop_last")}
-        return DataLoader(loader.dataset, batch_sampler=EveryNth(batches, place), **options)
+        return EndingLoader(loader.dataset, batch_sampler=EveryNth(batches, place), **options)
     if is_plain(sampler, length(loader.dataset)):
         shuffle = shuffles(sampler)
         seed = getattr(sampler, "seed", 0)
         return shard_loader(loader.dataset, place, seed, shuffle, options, processes)
-    return DataLoader(loader.dataset, sampler=EveryNth(sampler, place), **options)
+    return EndingLoader(loader.dataset, sampler=EveryNth(sampler, place), **options)
 
 
 def is_plain(sampler: Any, size: float) -> bool:

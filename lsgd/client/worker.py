@@ -57,6 +57,7 @@ from lsgd.store.objects import is_url
 logger = logging.getLogger("lsgd")
 
 T = TypeVar("T")
+D = TypeVar("D", bound=loaders.EndingLoader | Part)
 
 FINISH_WITHIN_S = 86_400.0
 """How long a worker that has finished waits for the others by default, in seconds."""
@@ -282,7 +283,8 @@ class Worker:
         Every epoch deals new shards, which are disjoint, cover the dataset, and follow the membership. A loader that is
         made anew for each epoch goes on with the epoch after those of earlier ones of the same data. The loader's
         ``state_dict()`` says how far training is; it counts batches consumed, not prefetched. A stream is divided as
-        by :meth:`shard`, and neither shuffled nor seeded here.
+        by :meth:`shard`, and neither shuffled nor seeded here. When the run ends, the pass under way ends, and later
+        ones are empty.
 
         Args:
             dataset: object with a length and ``__getitem__``, or a stream; the same on all workers.
@@ -302,14 +304,21 @@ class Worker:
             )
         if is_stream(dataset):
             agree = partial(_all_have_a_batch, island)
-            return self._checkpoints.attend(StreamLoader(self._part(dataset), agree, options))
+            return self._checkpoints.attend(self._ending(StreamLoader(self._part(dataset), agree, options)))
         loader = loaders.shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._deal(loader)
 
     def _deal(self, loader: loaders.ShardLoader) -> loaders.ShardLoader:
         loader.sampler.follow(self._samplers)
         self._samplers.append(loader.sampler)
-        return self._checkpoints.attend(loader)
+        return self._checkpoints.attend(self._ending(loader))
+
+    def _ending(self, data: D) -> D:
+        """Let passes over data end with the run, and those of a loader that another library makes of its sampler."""
+        for each in (data, getattr(data, "sampler", None), getattr(data, "batch_sampler", None)):
+            if each is not None and hasattr(each, "over"):
+                each.over = partial(_has_ended, weakref.ref(self))
+        return data
 
     def shard(self, data: Iterable[Any]) -> Any:
         """Return this worker's part of data: of a DataLoader one like it, of a stream a stream.
@@ -318,7 +327,8 @@ class Worker:
         draws at random, in order, or by torch's DistributedSampler. Of any other sampler, or batch sampler, each
         worker takes every n-th index, or batch.
 
-        What is a shard or a part already is divided as the whole that it is from.
+        What is a shard or a part already is divided as the whole that it is from. When the run ends, the pass under way
+        ends, and later ones are empty; but processes of a DataLoader of your own over a part of a stream read on.
 
         Each pass divides a stream anew, by the members of that time. Streams of ``datasets`` and webdataset are
         divided by files where these suffice. Of any other, each worker reads all and takes every n-th element, and a
@@ -336,9 +346,9 @@ class Worker:
         island = self._membership.island
         if is_stream(data.dataset):
             stream, agree = self._part(data.dataset), partial(_all_have_a_batch, island)
-            return self._checkpoints.attend(StreamLoader(stream, agree, loaders.options_of(data)))
+            return self._checkpoints.attend(self._ending(StreamLoader(stream, agree, loaders.options_of(data))))
         shard = loaders.shard_of(data, partial(_place, weakref.ref(self)), island.size)
-        return self._deal(shard) if isinstance(shard, loaders.ShardLoader) else shard
+        return self._deal(shard) if isinstance(shard, loaders.ShardLoader) else self._ending(shard)
 
     def attend(self, name: str, thing: Stateful) -> None:
         """Save an object in checkpoints from now on; if the run resumes, restore it at once. As ``extra`` of the join.
@@ -355,7 +365,7 @@ class Worker:
     def _part(self, stream: Iterable[Any]) -> Part:
         if isinstance(stream, Part) and stream in self._parts:
             return stream
-        part = Part(stream, partial(_place, weakref.ref(self)))
+        part = self._ending(Part(stream, partial(_place, weakref.ref(self))))
         self._parts.add(part)
         return part
 
@@ -750,6 +760,11 @@ def _place(me: "weakref.ref[Worker]") -> tuple[int, int]:
     assert worker is not None, "the loader has outlived its worker"
     island, (part, parts) = worker._membership.island, worker.part
     return part + parts * island.rank, parts * island.size
+
+
+def _has_ended(me: "weakref.ref[Worker]") -> bool:
+    worker = me()
+    return worker is not None and worker.stopped
 
 
 def _all_have_a_batch(island: Island, has: bool) -> bool:
