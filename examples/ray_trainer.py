@@ -26,7 +26,7 @@ def train():
     worker = lsgd.wrap(model, optimizer)
     loader = worker.shard(DataLoader(data, batch_size=32, shuffle=True))
     worker.steps = EPOCHS * len(loader)
-    while worker.step < worker.steps:  # a worker that takes another's place begins where the others are
+    while worker.step < worker.steps and not worker.stopped:  # one in another's place begins where the others are
         for x, y in loader:
             loss = nn.functional.cross_entropy(model(x), y)
             optimizer.zero_grad()

@@ -4,6 +4,7 @@ import re
 import sys
 from pathlib import Path
 
+from lsgd.client.iteration import step
 from lsgd.node import allegiance
 from lsgd.server.roster import TRANSITIONS, MemberState
 
@@ -30,15 +31,32 @@ def allegiances() -> str:
     return "\n".join([*rows, ""])
 
 
-TABLES = {"protocol.md": members, "failover.md": allegiances}
+def step_states() -> str:
+    """Return the states of a worker's step as the table in worker.md."""
+    rows = ["| state of a step | means | left by |", "|---|---|---|"]
+    for state in step.StepState:
+        ways = "; ".join(
+            f"`{event.name}` → {after.name}" for (before, event), after in step.TRANSITIONS.items() if before is state
+        )
+        rows.append(f"| {state.name} | {state.value} | {ways or 'nothing'} |")
+    return "\n".join([*rows, ""])
+
+
+def step_events() -> str:
+    """Return the events of a worker's step as the table in worker.md."""
+    rows = ["| event of a step | upon |", "|---|---|", *(f"| `{each.name}` | {each.value} |" for each in step.Event)]
+    return "\n".join([*rows, ""])
+
+
+TABLES = {"protocol.md": (members,), "failover.md": (allegiances,), "worker.md": (step_states, step_events)}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
-    for name, table in TABLES.items():
-        page = folder / name
-        head, rows = table().split("\n", 1)
-        anew, text = f"{head}\n{rows}", page.read_text()
-        text, found = re.subn(rf"^{re.escape(head)}\n(\|.*\n)+", lambda _, anew=anew: anew, text, flags=re.M)
-        if found != 1:
-            sys.exit(f"{page} has {found} tables that begin with {head}")
-        page.write_text(text)
+    for page, tables in ((folder / name, tables) for name, tables in TABLES.items()):
+        for table in tables:
+            head, rows = table().split("\n", 1)
+            anew, text = f"{head}\n{rows}", page.read_text()
+            text, found = re.subn(rf"^{re.escape(head)}\n(\|.*\n)+", lambda _, anew=anew: anew, text, flags=re.M)
+            if found != 1:
+                sys.exit(f"{page} has {found} tables that begin with {head}")
+            page.write_text(text)

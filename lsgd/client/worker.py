@@ -33,6 +33,7 @@ from lsgd.client.control.joining import (
     unwrapped,
 )
 from lsgd.client.control.replicas import bare, ddp_of
+from lsgd.client.data.ending import EndingLoader
 from lsgd.client.data.first import FirstData, FirstSteps
 from lsgd.client.data.passes import Pass, Passes, peek, rows_of
 from lsgd.client.data.randomness import OwnInEachProcess, begin_own
@@ -41,6 +42,7 @@ from lsgd.client.data.shards import ShardLoader, length, shard_loader
 from lsgd.client.data.streams import Part, StreamLoader, is_stream
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.reports import Timings, numbers_of
+from lsgd.client.iteration.step import Event
 from lsgd.client.iteration.steps import Steps
 from lsgd.errors import (
     ConfigError,
@@ -62,6 +64,7 @@ from lsgd.store.objects import is_url
 logger = logging.getLogger("lsgd")
 
 T = TypeVar("T")
+D = TypeVar("D", bound=EndingLoader | Part)
 
 FINISH_WITHIN_S = 86_400.0
 """How long a worker that has finished waits for the others by default, in seconds."""
@@ -102,7 +105,7 @@ class Worker:
         self._membership = membership
         self._channel = membership.channel
         self._replica = replica
-        self._steps, self._checkpoints, self._open = steps, checkpoints, True
+        self._steps, self._checkpoints = steps, checkpoints
         self._pid = os.getpid()
         self._first, self._data = first, FirstData(first)
         leave_on_errors(self)
@@ -132,7 +135,8 @@ class Worker:
 
         Args:
             model: any module with dense floating-point parameters; those that require gradients are exchanged.
-            optimizer: the optimizer of these parameters, a wrapper with it as ``.optimizer``, or a list of them.
+            optimizer: the optimizer of these parameters, a wrapper with it as ``.optimizer`` or ``.base_optimizer``, or
+                a list of them.
             timeout_s: longest wait for the local server, if it is there but busy, and for the other workers.
             checkpoint_dir: folder for this run's checkpoints. None: ``checkpoints`` in :attr:`run_dir`, if that is set.
             extra: objects to checkpoint by name, with ``state_dict`` and ``load_state_dict``, such as a GradScaler.
@@ -214,7 +218,7 @@ class Worker:
         It is true for exactly one worker, in all processes of its island, from the join on. Only if that worker is not
         there when the run's last round makes the consensus, rank 0 of that round takes its place.
         """
-        if self._steps.rounds.grants.late:
+        if (ending := self._steps.rounds.grants.ending) is not None and ending.late:
             return False
         members = self._steps.rounds.final_members
         gone = bool(members) and self._membership.welcome.first not in members
@@ -252,7 +256,7 @@ class Worker:
     @property
     def stopped(self) -> bool:
         """Whether the run has ended and the model is the consensus, or this worker has left the run."""
-        return self._steps.rounds.grants.stopped
+        return self._steps.step.has_ended
 
     @property
     def device(self) -> torch.device:
@@ -298,7 +302,8 @@ class Worker:
         Every epoch deals new shards, which are disjoint, cover the dataset, and follow the membership. A loader that is
         made anew for each epoch goes on with the epoch after those of earlier ones of the same data. The loader's
         ``state_dict()`` says how far training is; it counts batches consumed, not prefetched. A stream is divided as
-        by :meth:`shard`, and neither shuffled nor seeded here.
+        by :meth:`shard`, and neither shuffled nor seeded here. When the run ends, the pass under way ends, and later
+        ones are empty.
 
         Args:
             dataset: object with a length and ``__getitem__``, or a stream; the same on all workers.
@@ -318,7 +323,7 @@ class Worker:
             )
         if is_stream(dataset):
             agree = partial(_all_have_a_batch, island)
-            return self._checkpoints.attend(StreamLoader(self._part(dataset), agree, options))
+            return self._checkpoints.attend(self._ending(StreamLoader(self._part(dataset), agree, options)))
         loader = shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._deal(loader)
 
@@ -335,7 +340,14 @@ class Worker:
     def _deal(self, loader: ShardLoader) -> ShardLoader:
         loader.passes.follow(self._samplers)
         self._samplers.append(loader.passes)
-        return self._checkpoints.attend(loader)
+        return self._checkpoints.attend(self._ending(loader))
+
+    def _ending(self, data: D) -> D:
+        """Let passes over data end with the run, and those of a loader that another library makes of its sampler."""
+        for each in (data, getattr(data, "passes", None)):
+            if each is not None:
+                each.over = partial(_has_ended, weakref.ref(self))
+        return data
 
     def shard(self, data: Iterable[Any]) -> Any:
         """Return this worker's part of data: of a DataLoader one like it, of a stream a stream.
@@ -345,7 +357,8 @@ class Worker:
         n-th index. A sampler, or batch sampler, of the script that holds the dataset draws from this worker's part of
         it; of any other, all workers draw the same order, and each takes every n-th batch. Each pass deals anew.
 
-        What is a shard or a part already is divided as the whole that it is from.
+        What is a shard or a part already is divided as the whole that it is from. When the run ends, the pass under way
+        ends, and later ones are empty; but processes of a DataLoader of your own over a part of a stream read on.
 
         Each pass divides a stream anew, by the members of that time. Streams of ``datasets`` and webdataset are
         divided by files where these suffice. Of any other, each worker reads all and takes every n-th element, and a
@@ -368,7 +381,7 @@ class Worker:
         island = self._membership.island
         if is_stream(data.dataset):
             stream, agree = self._part(data.dataset), partial(_all_have_a_batch, island)
-            return self._checkpoints.attend(StreamLoader(stream, agree, self._own(options_of(data))))
+            return self._checkpoints.attend(self._ending(StreamLoader(stream, agree, self._own(options_of(data)))))
         return self._deal(shard_of(data, partial(_place, weakref.ref(self)), island.size, self._own(options_of(data))))
 
     def rows(self, length: int, epoch: int = 0) -> range:
@@ -428,7 +441,7 @@ class Worker:
     def _part(self, stream: Iterable[Any]) -> Part:
         if isinstance(stream, Part) and stream in self._parts:
             return stream
-        part = Part(stream, partial(_place, weakref.ref(self)))
+        part = self._ending(Part(stream, partial(_place, weakref.ref(self))))
         self._parts.add(part)
         return part
 
@@ -572,7 +585,7 @@ class Worker:
 
         Methods that exchange models need it only for more than 128 micro-batches.
         """
-        self._steps.useful = True
+        self._steps.accumulate()
         gradients = self._steps.rounds.gradients
         if gradients is None:
             yield
@@ -625,7 +638,7 @@ class Worker:
         own = numbers_of(numbers, "mean")
         if len(own) > MAX_LOGGED:
             raise ConfigError(f"mean() takes at most {MAX_LOGGED} numbers, not {len(own)}: call it several times")
-        return own if self.stopped or not self._open else self._steps.meet(own)
+        return own if self._steps.step.is_over else self._steps.meet(own)
 
     def barrier(self) -> None:
         """Wait, as in :meth:`mean`, until all workers that train call it, too."""
@@ -704,7 +717,7 @@ class Worker:
         Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches(), and
         a NotTrainedError (exit code 78) if this worker has completed no iteration, though its optimizers have stepped.
         """
-        if self._open and not self.stopped and not self._steps.finish():
+        if not self._steps.step.is_over and not self._steps.finish():
             self._end(reason="it has completed its last round")
         return self._steps.rounds.has_consensus
 
@@ -722,16 +735,16 @@ class Worker:
 
         It raises as :meth:`batches` does. If the consensus is not finite, the process ends with exit code 65.
         """
-        grants, reason = self._steps.rounds.grants, ""
-        grants.wait_s = timeout_s
-        if self._open and not self.stopped:
+        self._steps.rounds.grants.wait_s, reason = timeout_s, ""
+        if not self._steps.step.is_over:
             try:
                 self._steps.finish(waits=True)
             except NoConsensusError:
                 raise
             except ExchangeError as error:
                 logger.error("%s leaves without the run's consensus: %s", self.name, error)
-                grants.stopped, reason = True, "it waited for the others for too long"
+                reason = "it waited for the others for too long"
+                self._steps.step.advance(Event.STOP)
         if (broken := self._end_judged(reason=reason)) is not None:
             exit_for(broken, self.name)
         return self.has_consensus
@@ -755,9 +768,8 @@ class Worker:
         """Tell the servers once that this worker leaves; unused grants go back. A fork of the process says nothing."""
         if not self._open or os.getpid() != self._pid:
             return
-        self._open = False
-        self._steps.close()
         why = reason or ("the run is over" if self.stopped else LOOP_ENDED)
+        self._steps.close()
         self._steps.rounds.entry.leave(cut=failed)
         if not self.is_head:
             self._membership.close()
@@ -799,6 +811,11 @@ class Worker:
         if broken is not None:
             exit_at_once(broken, self.name)
 
+    @property
+    def _open(self) -> bool:
+        """Whether it has not left the run, even if that is over."""
+        return not self._steps.step.has_left
+
     def _check_open(self) -> None:
         if not self._open:
             calls = "batches(), begin_step(), status() and the save() of an island"
@@ -821,6 +838,11 @@ def _place(me: "weakref.ref[Worker]") -> tuple[int, int]:
     assert worker is not None, "the loader has outlived its worker"
     island, (part, parts) = worker._membership.island, worker.part
     return part + parts * island.rank, parts * island.size
+
+
+def _has_ended(me: "weakref.ref[Worker]") -> bool:
+    worker = me()
+    return worker is not None and worker.stopped
 
 
 def _all_have_a_batch(island: Island, has: bool) -> bool:

@@ -1,8 +1,8 @@
 """Makes a script a worker of a run without changing its loop: torch's own hooks call begin_step, close_step and pause.
 
 An iteration begins at the model's first forward pass in training mode with gradients, and ends when all optimizers have
-stepped. A round comes before the next such pass, after all that a script does between two iterations (an evaluation, an
-average of weights). Forward passes in evaluation mode are an evaluation.
+stepped. There, where no graph is alive, the round comes that changes the model; one that spans the backward pass begins
+before the next forward pass. Forward passes in evaluation mode are an evaluation.
 """
 
 import logging
@@ -20,6 +20,7 @@ from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.control.joining import unwrapped
 from lsgd.client.control.replicas import bare
 from lsgd.client.data.passes import Pass
+from lsgd.client.iteration.step import StepState
 from lsgd.client.iteration.steps import WARN_AFTER_STEPS, closure_in, with_closure
 from lsgd.client.worker import Worker, check_steps
 from lsgd.errors import ConfigError, LsgdError
@@ -28,6 +29,9 @@ from lsgd.flat import written_buffers
 logger = logging.getLogger("lsgd")
 
 T = TypeVar("T")
+
+OPEN = (StepState.BEGUN, StepState.STEPPED)
+"""The states of a step in which optimizers may step."""
 
 EVALUATES_FROM = 2
 """How many forward passes in evaluation mode, one after the other, are an evaluation: one may be a teacher's."""
@@ -50,8 +54,8 @@ def wrap(
     ::
 
         worker = lsgd.wrap(model, optimizer, steps=max_steps)
-        loader = worker.shard(loader)
-        ...                                  # the loop, as it is
+        loader = worker.shard(loader)        # its passes end with the run
+        ...                                  # the loop, and at the end of each epoch: if worker.stopped: break
         worker.finish()
         if worker.first:
             save(model)
@@ -60,7 +64,8 @@ def wrap(
     scalar; otherwise call ``worker.report``.
 
     Args:
-        model: as for :meth:`Worker.join`. The loop must call this object, not its ``forward``.
+        model: as for :meth:`Worker.join`. The loop must call this object, not its ``forward``; of a container that
+            cannot be called, such as a ``ModuleDict`` of a GAN's networks, its parts.
         optimizer: as there. Of several optimizers each steps once in an iteration.
         steps: optimizer steps of the script's own loop. The run has those of all workers, if the plan has no length.
         step: where that loop begins, if the script has resumed by itself; ``worker.step`` is where it is to begin.
@@ -94,10 +99,6 @@ class WrappedWorker(Worker):
         self.hooks.reports = False
         super().report(loss)
 
-    def probe(self, evaluate: Callable[[], Tensor | float]) -> None:
-        """Register :meth:`Worker.probe`, whose forward passes are no evaluation of the script's."""
-        super().probe(partial(self.hooks.aside, evaluate))
-
     def batches(self, loader: Iterable[T]) -> Pass[T]:
         """Return :meth:`Worker.batches`, whose steps replace those of the hooks."""
         self.hooks.close()
@@ -124,6 +125,14 @@ class WrappedWorker(Worker):
         self.hooks.forget_passes()
         return means
 
+    def proceed(self) -> None:
+        """Get the next iteration now, if its round changes the model before the forward pass."""
+        self._steps.proceed()
+
+    def check_graphs(self, why: str) -> None:
+        """Raise a LsgdError if a forward pass may wait for its backward pass."""
+        self._steps.check_graphs(why)
+
     def announce(self, inputs: object) -> None:
         """Note the first inputs of the model, for the servers' comparison of what workers learn first."""
         self._first.note(inputs)
@@ -139,6 +148,21 @@ class WrappedWorker(Worker):
     def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Drop an optimizer's gradients, so that its step changes nothing."""
         self._replica.drop_gradients(optimizer)
+
+    @property
+    def step_state(self) -> StepState:
+        """Where this worker is in its step."""
+        return self._steps.step.state
+
+    @property
+    def called(self) -> set[torch.optim.Optimizer]:
+        """The optimizers that have been called in this step."""
+        return self._steps.called
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether it has completed an iteration since it joined."""
+        return self._steps.rounds.grants.done > 0
 
     @property
     def skips(self) -> bool:
@@ -168,20 +192,18 @@ class _Hooks:
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], accumulate: int) -> None:
         self.worker: WrappedWorker | None = None
         self.reports = True
-        self._model, self._optimizers, self._accumulate = model, optimizers, accumulate
-        self._begun = False  # a step of the worker
-        self._stepped: set[torch.optim.Optimizer] = set()  # in this iteration
-        self._made = False  # an iteration
-        self._inside = False  # a closure, which an optimizer's step evaluates; or a probe
+        self._roots, self._optimizers, self._accumulate = roots(model), optimizers, accumulate
+        self._in_closure = False  # which an optimizer's step evaluates
         self._passes = 0  # forward passes since the optimizers stepped
         self._without = Counter[bool]()  # forward passes without gradients, one after the other; of copies: False
         self._buffers: list[Tensor] = []  # copies of the model's before a forward pass after the end of the run
         self._said: set[str] = set()
         self._muted = ExitStack()
+        before, after = _eager(self._before_forward), _eager(self._after_forward)
         removable: list[Any] = [
-            model.register_forward_pre_hook(_eager(self._before_forward), prepend=True, with_kwargs=True)
+            root.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for root in self._roots
         ]
-        removable += [model.register_forward_hook(_eager(self._after_forward))]
+        removable += [root.register_forward_hook(after) for root in self._roots]
         removable += [o.register_step_pre_hook(self._before_step) for o in optimizers]
         self._removable = removable
 
@@ -198,13 +220,13 @@ class _Hooks:
         for hook in self._removable:
             hook.remove()
 
-    def aside(self, evaluate: Callable[[], T]) -> T:
-        """Return what a probe evaluates, inside a request to the servers, in which the worker cannot step aside."""
-        before, self._inside = self._inside, True
+    def _in_step(self, closure: Callable[[], T]) -> T:
+        """Return what a closure evaluates, whose forward passes belong to the step of its optimizer."""
+        before, self._in_closure = self._in_closure, True
         try:
-            return evaluate()
+            return closure()
         finally:
-            self._inside = before
+            self._in_closure = before
 
     # -- the model's -------------------------------------------------------------------------------------------
 
@@ -213,23 +235,22 @@ class _Hooks:
         if worker is None:
             return
         training = bare(model).training  # eval() may have been called inside of DDP
-        trains = training and torch.is_grad_enabled()
-        if model is not self._model:  # a copy of it, which has its hooks
-            if not (trains or self._inside):
-                self._evaluate(worker, own=False)
-            return
-        if not self._inside and trains:
+        own, trains = self._is_root(model), training and torch.is_grad_enabled()
+        if self._in_closure or worker.step_state is StepState.ROUND:
+            pass  # it belongs to an optimizer's step, or is a probe
+        elif own and trains:
             self._without.clear()
             self._next_step(worker)
             worker.announce((args, kwargs))
             self._passes += 1
             self._mute(worker)
-        elif not (self._inside or training):  # in training mode it belongs to the step, as for pseudo-labels
-            self._evaluate(worker, own=True)
-        self._buffers = clones(written_buffers(model)) if worker.stopped and training else []
+        elif not (training if own else trains):  # in training mode it belongs to the step, as for pseudo-labels
+            self._evaluate(worker, own=own)  # or that of a copy of the model, which has its hooks
+        if own:
+            self._buffers = clones(written_buffers(model)) if worker.stopped and training else []
 
     def _after_forward(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if model is not self._model:
+        if not self._is_root(model):
             return
         for x, kept in zip(written_buffers(model), self._buffers, strict=False):  # the statistics of batch norm
             x.data.copy_(kept)  # a change that the backward pass does not see
@@ -241,19 +262,19 @@ class _Hooks:
     def _next_step(self, worker: WrappedWorker) -> None:
         """Begin an iteration, or its next micro-batch; with several optimizers a pass may be for the next of them."""
         if worker.skips:  # which ends the iteration, though a GradScaler has not let all optimizers step
-            self._stepped.clear()
-        if self._stepped:
+            worker.called.clear()
+        if worker.called:
             self._warn_of_missing(worker)
             return
-        if self._begun:
+        if worker.step_state in OPEN:
             self._warn_of_exchanges(worker)
             worker.close_step()
-        self._begun = worker.begin_step()
+        worker.begin_step()
 
     def _mute(self, worker: WrappedWorker) -> None:
         """Exchange gradients only in the backward pass of an iteration's last micro-batch."""
         self._muted.close()
-        if self._begun and self._passes % self._accumulate:
+        if worker.step_state in OPEN and self._passes % self._accumulate:
             self._muted.enter_context(worker.no_sync())
 
     def forget_passes(self) -> None:
@@ -264,7 +285,8 @@ class _Hooks:
         """Step aside at the start of an evaluation, unless an iteration is under way or none has been."""
         self._without[own] += 1
         many = EVALUATES_FROM if own else COPY_EVALUATES_FROM
-        if self._without[own] == many and self._made and not self._begun and not worker.stopped:
+        between = worker.step_state in (StepState.AWAY, StepState.GRANTED, StepState.COUNTED, StepState.GIVEN_BACK)
+        if self._without[own] == many and worker.has_trained and between:
             worker.step_aside()
 
     # -- the optimizers' ---------------------------------------------------------------------------------------
@@ -275,21 +297,23 @@ class _Hooks:
         worker, closure = self.worker, closure_in(args, kwargs)
         if worker is None:
             return None
-        if self._begun and closure is None and not worker.stopped:
+        if worker.step_state in OPEN and closure is None:
             self._check_accumulation(worker)
-        if not self._begun and not worker.stopped:  # the forward pass did not call the model
+        if not (worker.step_state in OPEN or worker.stopped):  # the forward pass did not call the model
             if worker.exchanges_gradients and closure is None:
                 raise LsgdError(
                     f"{worker.name}: optimizer.step() without a forward pass of the wrapped model, in which "
                     f"{worker.algorithm.name} begins an iteration: call model(...), not model.forward(...) or a part "
                     f"of it, in training mode"
                 )
+            if closure is None and worker.step_state is not StepState.GRANTED:
+                worker.check_graphs("in the first optimizer's step a round may come, because no call of the model did")
             self._next_step(worker)
         if worker.stopped:
             self._say_over(worker)
             worker.drop_gradients(optimizer)
             closure = closure and partial(_without_gradients, worker, optimizer, closure)
-        return closure and with_closure(partial(self.aside, closure), args, kwargs)
+        return closure and with_closure(partial(self._in_step, closure), args, kwargs)
 
     def _check_accumulation(self, worker: WrappedWorker) -> None:
         """Raise a LsgdError if the last backward pass did not exchange gradients: micro-batches are left over."""
@@ -302,12 +326,14 @@ class _Hooks:
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._stepped.add(optimizer)
-        if self.worker is not None and len(self._stepped) == len(self._optimizers):
-            self.worker.close_step()
-            self.worker.note_batches()
-            self._stepped.clear()
-            self._begun, self._made, self._passes = False, True, 0
+        if (worker := self.worker) is not None and len(worker.called) == len(self._optimizers):
+            worker.close_step()
+            worker.note_batches()
+            self._passes = 0
+            worker.proceed()
+
+    def _is_root(self, model: nn.Module) -> bool:
+        return any(root is model for root in self._roots)
 
     # -- what is said once -------------------------------------------------------------------------------------
 
@@ -327,7 +353,7 @@ class _Hooks:
 
     def _warn_of_missing(self, worker: WrappedWorker) -> None:
         if self._passes >= WARN_AFTER_STEPS:
-            missing = [type(o).__name__ for o in self._optimizers if o not in self._stepped]
+            missing = [type(o).__name__ for o in self._optimizers if o not in worker.called]
             self._say(
                 "missing",
                 "%s: %d forward passes in one iteration, in which %s has not stepped: an iteration counts when all "
@@ -343,6 +369,13 @@ class _Hooks:
                 "accumulate=N to lsgd.wrap (a GradScaler that skips steps needs nothing)",
                 worker.name,
             )
+
+
+def roots(model: nn.Module) -> list[nn.Module]:
+    """Return what a loop calls of a model: itself, or of a container that cannot be called what is in it."""
+    if "forward" in vars(model) or type(model).forward is not nn.Module.forward:
+        return [model]
+    return [root for child in model.children() for root in roots(child)]
 
 
 def _without_gradients(worker: WrappedWorker, optimizer: torch.optim.Optimizer, closure: Callable[[], T]) -> T:

@@ -1,6 +1,15 @@
 """``worker.leave()`` before the end of the plan: the consensus where all leave, and what one has where others go on."""
 
+import re
+from pathlib import Path
+
 import pytest
+
+from lsgd.protocol.messages import StopRun
+
+from .running import until
+
+ROOT = Path(__file__).parents[2]
 
 METHODS = {
     "leader": ("--period", "8", "--local-period", "4"),
@@ -44,3 +53,31 @@ def test_one_that_leaves_has_the_model_of_its_last_round_and_the_others_go_on(cl
     assert (cluster.result(0, 1)["consensus"], cluster.result(0, 0)["consensus"]) == (False, None)
     assert cluster.result(0, 0)["iterations"] == 190
     assert "the run is over: all 200 iterations are done; 200 iterations" in server.succeeds()
+
+
+def first_example(page: str) -> str:
+    """Return the first script of a page."""
+    found = re.search(r"^```python\n(.*?)^```$", (ROOT / "docs/start" / page).read_text(), re.M | re.S)
+    assert found is not None
+    return found[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "method"),
+    [("from-ddp.md", "local"), ("from-ddp.md", "allreduce"), ("own-run.md", "local"), ("plain_lsgd.py", "local")],
+)
+def test_a_script_of_the_docs_reaches_its_last_lines_when_the_run_is_stopped(cluster, tmp_path, script, method) -> None:
+    """However long its own loop is: the model file is the consensus."""
+    length = ("--iterations", "1000000") if script == "own-run.md" else ()
+    cluster.start("--workers", "2", "--algorithm", method, *length)
+    code = (ROOT / "examples" / script).read_text() if script.endswith(".py") else first_example(script)
+    place = tmp_path / "script.py"
+    long = code.replace("EPOCHS = 4\n", "EPOCHS = 1000000\n")
+    place.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{long}\nprint('ITERATIONS', worker.iterations)\n")
+    workers = [cluster.worker(str(place.with_suffix("")), 0, index) for index in (0, 1)]
+    until(lambda: cluster.status()["count"] > 30, "they train")
+    cluster.ask(StopRun("enough"))
+    outputs = [worker.succeeds() for worker in workers]
+    made = [int(re.search(r"ITERATIONS (\d+)", output)[1]) for output in outputs]
+    assert (tmp_path / "model.pt").exists() and 30 < sum(made) < 1_000_000
+    assert not any("more of this script's steps" in output for output in outputs) or method == "allreduce"

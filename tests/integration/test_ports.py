@@ -8,19 +8,20 @@ from typing import Any
 import pytest
 import torch
 
+from lsgd.protocol.messages import StopRun
 from scripts.docs.ports import ALL, PAGE, changes, row, source
 
-from .running import Cluster, Process, free_port
+from .running import Cluster, Process, free_port, until
 from .test_transformers import TrainerCluster
 
-MOST_LINES = {"flat": 5, "classes": 5, "accelerated": 6, "reference": 7, "clm": 5, "machine": 5}
+MOST_LINES = {"flat": 7, "classes": 7, "accelerated": 9, "reference": 9, "clm": 5, "machine": 7}
 SHAPES = ["flat", "classes", "accelerated", "reference"]
 
 
 @pytest.mark.parametrize("name", MOST_LINES)
 def test_a_port_takes_few_lines_and_indents_none_again(name) -> None:
     added, removed = changes(name)
-    assert added <= MOST_LINES[name] and removed <= 1
+    assert added <= MOST_LINES[name] and removed <= 2
     kept = set(source(name, port=False).splitlines())
     assert sum(line not in kept for line in source(name, port=True).splitlines()) <= MOST_LINES[name]
 
@@ -75,6 +76,19 @@ def machine(cluster: Cluster, name: str, node: int, folder: Path, epochs: int) -
         cluster.worker(f"../ports/{name}", node, 0, folder, epochs, **given | {"RANK": str(r), "LOCAL_RANK": str(r)})
         for r in range(2)
     ]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_port_reaches_its_last_lines_when_the_run_is_stopped(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    cluster.start("--workers", "1", "--algorithm", "local", "--period", "4")
+    given = [f"out_dir={tmp_path}", "max_iters=1000000"] if name == "flat" else [str(tmp_path), "1000000"]
+    own = variables() if name == "classes" else {}
+    worker = cluster.worker(f"../ports/{name}_lsgd", 0, 0, *given, **own)
+    until(lambda: cluster.status()["count"] > 20, "it trains")
+    cluster.ask(StopRun("enough"))
+    worker.succeeds()
+    (made,) = re.findall(r"stops after (\d+) iterations", worker.output)
+    assert final(tmp_path).get("steps", int(made)) == int(made) < 1_000_000
 
 
 @pytest.mark.slow

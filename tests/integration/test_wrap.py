@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SubsetRandomSampler
 
 import lsgd
 from lsgd.client.checkpoint.file import read
@@ -738,7 +738,7 @@ def test_an_epoch_is_no_longer_for_those_who_train_while_another_evaluates(clust
         lengths = []
         for epoch in range(3):
             for step, (x,) in enumerate(loader):
-                if index and (epoch, step) == (0, 2):
+                if index and (epoch, step) == (0, 10):
                     assert away.wait(30)  # and makes rounds alone from here on
                 if index and epoch:
                     begun.set()
@@ -757,3 +757,49 @@ def test_an_epoch_is_no_longer_for_those_who_train_while_another_evaluates(clust
 class Stream(torch.utils.data.IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(10))
+
+
+LOADERS = {
+    "shuffled": lambda worker: worker.shard(DataLoader(DATA, batch_size=4, shuffle=True)),
+    "own sampler": lambda worker: worker.shard(DataLoader(DATA, batch_size=4, sampler=SubsetRandomSampler(range(20)))),
+    "own batches": lambda worker: worker.shard(
+        DataLoader(DATA, batch_sampler=BatchSampler(SubsetRandomSampler(range(20)), 4, drop_last=False))
+    ),
+    "made anew": lambda worker: again(worker.shard(DataLoader(DATA, batch_size=4, shuffle=True))),
+    "stream": lambda worker: worker.shard(DataLoader(Ones(), batch_size=4)),
+    "part of a stream": lambda worker: DataLoader(worker.shard(Ones()), batch_size=4),
+    "loader": lambda worker: worker.loader(DATA, batch_size=4),
+}
+
+
+class Ones(IterableDataset):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(DATA)
+
+
+def again(loader: DataLoader) -> DataLoader:
+    """Return a loader that has another one's sampler, as accelerate makes one."""
+    return DataLoader(loader.dataset, batch_size=4, sampler=loader.sampler)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_passes_over_a_workers_data_end_with_the_run(cluster, monkeypatch, kind) -> None:
+    join_here(cluster, monkeypatch, "--iterations", "8")
+    script = Script(steps=1000)
+    loader = LOADERS[kind](script.worker)
+    passes = [sum(script.step(x) is None for x in loader) for _ in range(4)]
+    assert passes == [5, 3, 0, 0] and script.worker.stopped and script.worker.step == 8
+    if kind == "shuffled":
+        assert loader.state_dict() | {"seed": 0} == {"epoch": 1, "consumed": 12, "seed": 0}
+    assert script.worker.finish()
+
+
+def test_a_loop_that_begins_passes_forever_is_ended(cluster, monkeypatch) -> None:
+    join_here(cluster, monkeypatch, "--iterations", "8")
+    script = Script(steps=1000)
+    loader = script.worker.shard(DataLoader(DATA, batch_size=4))
+    with pytest.raises(LsgdError, match="the run has ended, and this loop has begun 1000 passes over its data since"):
+        while script.worker.step < script.worker.steps:
+            for x in loader:
+                script.step(x)
+    assert script.worker.finish()

@@ -1,18 +1,11 @@
-"""The phases of a worker: the table that the roster holds to, and that docs/concepts/protocol.md shows."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""The phases of a worker: the table that the roster holds to."""
 
 import pytest
 
 from lsgd.server.roster import TRANSITIONS, Member, MemberState, Roster
-from scripts.state_tables import TABLES
 
 from .helpers import greeting
 from .invariants import check_roster
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("before", MemberState)
@@ -33,17 +26,3 @@ def test_a_member_moves_as_the_table_says_and_in_no_other_way(before: MemberStat
 def test_every_phase_but_the_first_follows_another() -> None:
     assert {before for before, _, _ in TRANSITIONS} == set(MemberState)
     assert {after for _, after, _ in TRANSITIONS} == set(MemberState) - {MemberState.JOINED}
-
-
-@pytest.mark.parametrize("page", TABLES)
-def test_the_page_has_the_table(page: str) -> None:
-    assert TABLES[page]() in (ROOT / "docs/concepts" / page).read_text(), "make it anew: python scripts/state_tables.py"
-
-
-def test_the_script_makes_it_anew(tmp_path: Path) -> None:
-    for page, table in TABLES.items():
-        head, rule, _, *rows = table().splitlines()
-        (tmp_path / page).write_text("\n".join(["before\n", head, rule, "| OLD | | | |", *rows, "", "after\n"]))
-    subprocess.run([sys.executable, ROOT / "scripts/state_tables.py", tmp_path], check=True, cwd=ROOT)
-    for page, table in TABLES.items():
-        assert (tmp_path / page).read_text() == f"before\n\n{table()}\nafter\n"

@@ -47,6 +47,10 @@ LEAVE_WITHIN_S = 3.0
 """How long a leaving worker waits for the servers to acknowledge, in seconds."""
 
 
+WRAPPERS = ("optimizer", "base_optimizer")
+"""The attributes in which wrappers of optimizers keep the one that steps."""
+
+
 @dataclass(frozen=True)
 class Membership:
     """A worker's place in a run, and its connection to the servers.
@@ -208,7 +212,7 @@ def _introduction(
 
 def unwrapped(given: Any) -> list[torch.optim.Optimizer]:
     """Return the given optimizer or optimizers as a list, without their wrappers; raise ConfigError for others."""
-    several = isinstance(given, Iterable) and not hasattr(given, "optimizer")
+    several = isinstance(given, Iterable) and not any(hasattr(given, name) for name in WRAPPERS)
     return [_unwrapped(x) for x in (given if several else [given])]
 
 
@@ -233,15 +237,15 @@ def torch_optimizers(model: nn.Module, given: Any) -> list[torch.optim.Optimizer
 
 
 def _unwrapped(given: Any) -> torch.optim.Optimizer:
-    """Return the innermost optimizer, the one that steps: wrappers keep it in an attribute ``optimizer``."""
+    """Return the innermost optimizer, the one that steps: wrappers keep it in an attribute."""
     inner = given
-    while (held := getattr(inner, "optimizer", None)) is not None:
+    while (held := next((x for name in WRAPPERS if (x := getattr(inner, name, None)) is not None), None)) is not None:
         inner = held
     if not isinstance(inner, torch.optim.Optimizer):
         kind = type(given)
         raise ConfigError(
-            f"a worker takes a torch.optim.Optimizer, or a wrapper with one in its attribute `optimizer`, not a "
-            f"{kind.__module__}.{kind.__qualname__}; pass the torch optimizer that it steps"
+            f"a worker takes a torch.optim.Optimizer, or a wrapper with one as `.optimizer` or `.base_optimizer`, not "
+            f"a {kind.__module__}.{kind.__qualname__}; pass the torch optimizer that it steps"
         )
     return inner
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from torch.utils.data import Sampler
 
+from lsgd.client.data.ending import never
 from lsgd.errors import ConfigError
 
 T = TypeVar("T")
@@ -31,6 +32,9 @@ class Passes(Sampler[Any]):
     """
 
     unit: ClassVar[str] = "sample"
+
+    over: Callable[[], bool] = staticmethod(never)
+    """Whether the run has ended, and so all passes, also those of a loader that another library has made anew."""
 
     def __init__(self, length: int, place: Place, seed: int, processes: int = 1) -> None:
         self.length = length
@@ -70,7 +74,10 @@ class Passes(Sampler[Any]):
         self.epoch = max((each.next_epoch for each in same), default=0)
 
     def _rest(self, units: list[Any], epoch: int) -> Iterator[Any]:
-        yield from units
+        for unit in units:
+            if self.over():
+                return
+            yield unit
         self._through = epoch
 
     @property

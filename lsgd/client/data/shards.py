@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lsgd.client.data.ending import EndingLoader
 from lsgd.client.data.passes import Passes
 from lsgd.client.data.randomness import number_of
 from lsgd.errors import ConfigError
@@ -59,7 +60,7 @@ class ShardSampler(Passes):
         return len(range(part.start, part.stop, part.step))
 
 
-class ShardLoader(DataLoader[Any]):
+class ShardLoader(EndingLoader):
     """A DataLoader of this worker's part of a dataset; every yielded batch counts as consumed.
 
     Attributes:
@@ -88,7 +89,7 @@ class ShardLoader(DataLoader[Any]):
         return 1 if self.passes.unit == "batch" else self.batch_size or 1
 
     def __iter__(self) -> Any:
-        return self._counted(super().__iter__())
+        return self._until_over(self._counted(DataLoader.__iter__(self)))
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:

@@ -14,6 +14,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lsgd.client.data.ending import EndingLoader, never
 from lsgd.client.data.randomness import Apart
 from lsgd.errors import ConfigError
 
@@ -54,6 +55,9 @@ class Part(IterableDataset[Any]):
 
     is_sharded = True
 
+    over: Callable[[], bool] = staticmethod(never)
+    """Whether the run has ended, and so all passes end."""
+
     def __init__(self, stream: Iterable[Any], place: Callable[[], tuple[int, int]]) -> None:
         check_stream(stream)
         self._stream: Iterable[Any] = stream._stream if isinstance(stream, Part) else stream
@@ -87,12 +91,16 @@ class Part(IterableDataset[Any]):
         self._shared[2] = epoch
 
     def __iter__(self) -> Iterator[Any]:
+        if self.over():
+            return
         resumed, came = self._saved is not None and get_worker_info() is None, False
         self._begin()
         source = self._from_position()
         while (element := self._next(source)) is not _END:
             came = True
             yield element
+            if self.over():
+                return
             self.follow()
         self._drawn = 0
         self._next_epoch()
@@ -169,7 +177,8 @@ class Part(IterableDataset[Any]):
             self.set_epoch(self.epoch + 1)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_place": None}  # a DataLoader's process asks nobody
+        asks = {"over", "_place"}  # a DataLoader's process asks nobody
+        return {**{name: value for name, value in self.__dict__.items() if name not in asks}, "_place": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the place in the stream: its own ``state_dict()`` if it has one, and the number of elements drawn."""
@@ -198,7 +207,7 @@ class Part(IterableDataset[Any]):
         self.load_state_dict(saved["state"])
 
 
-class StreamLoader(DataLoader[Any]):
+class StreamLoader(EndingLoader):
     """A DataLoader of this worker's part of a stream, made by ``Worker.loader``; a yielded batch counts as consumed.
 
     Args:
@@ -224,8 +233,8 @@ class StreamLoader(DataLoader[Any]):
         if self._batches > self._start and self.num_workers:  # else the part does so itself
             self.part.set_epoch(self.part.epoch + 1)
         self._batches, self._start = self._start, 0
-        batches = super().__iter__()
-        return self._rest(batches, skip) if resumed else self._counted(batches, skip)
+        batches = DataLoader.__iter__(self)
+        return self._until_over(self._rest(batches, skip) if resumed else self._counted(batches, skip))
 
     def _rest(self, batches: Iterator[Any], skip: int) -> Iterator[Any]:
         """Yield the rest of a pass that has been resumed, or if nothing is left of it, the next pass."""
@@ -234,7 +243,7 @@ class StreamLoader(DataLoader[Any]):
             came = True
             yield batch
         if not came:
-            yield from self._counted(super().__iter__(), 0)
+            yield from self._counted(DataLoader.__iter__(self), 0)
 
     def _counted(self, batches: Iterator[Any], skip: int) -> Iterator[Any]:
         if skip:

@@ -181,19 +181,18 @@ class GrantClient:
 
     Attributes:
         done: iterations completed since it joined.
-        granted: whether an iteration is granted and has not run.
         middle: progress in the middle of the next iteration; equal in all processes of an island.
         steps: length of the script's own loop in iterations; 0: it has none.
         met: answer to the last call that all workers make together; None while it waits.
         wait_s: longest wait for the end of the run once that loop is over; None: no limit.
-        stopped: whether the run has ended, at least for this worker.
-        late: whether the others have made the last round without it.
+        ending: the servers' word that the run has ended for this worker; None: it has not.
         lacking: whether it lacked parts of the run's model in the last round that it has completed.
     """
 
     def __init__(self, membership: Membership, election: ElectionInput, stopwatch: Stopwatch) -> None:
         self.done = 0
-        self.granted = self.stopped = self.late = self.lacking = False
+        self.ending: Stop | None = None
+        self.lacking = False
         self.progress = ProgressEstimate(membership.plan.run, membership.welcome.world_size, lambda: self.done)
         self.middle, self.steps = 0.0, 0
         self.wait_s: float | None = None
@@ -256,23 +255,20 @@ class GrantClient:
         if self.met is not None:
             self._give_all_back()
             self.end_call()
-        self.granted = again or (decision.answer is None and self.met is None)
         return decision
 
     def take(self, answer: Go | Stop) -> bool:
         """Accept an answer whose round is done; return whether it grants an iteration, or the run has ended."""
         if isinstance(answer, Stop):
-            self.stopped, self.granted, self.late = True, False, answer.late
+            self.ending = answer
             logger.info("%s stops after %d iterations: %s", self._who[0], self.done, answer.reason)
             if answer.late:
                 logger.warning("the others have made the last round without %s: its model is its own", self._who[0])
             return False
-        self.granted = self._held.take(answer) or not self._island.is_head
-        return self.granted
+        return self._held.take(answer) or not self._island.is_head
 
     def complete(self) -> None:
         """Count the granted iteration."""
-        self.granted = False
         self.done += 1
 
     def want_only_round(self, *, finished: bool = False) -> None:
@@ -280,12 +276,11 @@ class GrantClient:
         self._give_all_back()
         if not self._last:
             self._notice = Notice()
-        self.granted, self._last, self._finished = False, True, finished
+        self._last, self._finished = True, finished
 
     def decline(self) -> None:
         """Give back all grants: the next request is a new one."""
         self._give_all_back()
-        self.granted = False
 
     def call(self, numbers: dict[str, float]) -> None:
         """Begin a call that all workers make together; :meth:`want_only_round` waits for them."""
@@ -305,7 +300,6 @@ class GrantClient:
 
     def pause(self, committed: int) -> None:
         """Give back all grants, and tell the others not to wait until the next request."""
-        self.granted = False
         self._island.share("pauses", lambda: self.step_aside(committed))
 
     # -- on the head -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from lsgd.client.iteration.grants import GrantClient
 from lsgd.client.iteration.replica import Look, Replica
 from lsgd.client.iteration.reports import ElectionInput, Logged, Stopwatch, Timings
 from lsgd.client.iteration.round import ActiveRound, RoundEntry, State
+from lsgd.client.iteration.step import Event, Step
 from lsgd.errors import (
     BrokenLinksError,
     EvictedError,
@@ -54,7 +55,7 @@ class Rounds:
         gradients: exchange in the backward pass; None if the algorithm exchanges models.
     """
 
-    def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
+    def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints, step: Step) -> None:
         self.stopwatch, self.logged = Stopwatch(), Logged()
         resumed = checkpoints.iterations > 0
         self.election = ElectionInput(membership, replica, self.stopwatch, checkpoints.losses, resumed=resumed)
@@ -67,7 +68,7 @@ class Rounds:
         self.part = (self.rank, self.world_size)
         self.gradients: GradientExchange | None = None
         self._who, self._island, self._channel = membership.who, membership.island, membership.channel
-        self._replica, self._checkpoints = replica, checkpoints
+        self._replica, self._checkpoints, self._step = replica, checkpoints, step
         self._looks: Sequence[Look] = ()  # of an island's processes at the model, ahead of the round
         self._later: ActiveRound | None = None  # the last round, if what it exchanges lands later
         self._transfer_s = 0.0  # that the last transfer took, until the servers hear it
@@ -130,7 +131,7 @@ class Rounds:
                     logger.warning("round %d failed, the model is as before: %s; asking again", order.id, error)
                     continue
             if isinstance(answer, Stop) and answer.failed:
-                self.grants.late = answer.late
+                self.grants.ending = answer
                 raise NoConsensusError(f"{self._who[0]} has no consensus at the end of the run: {answer.reason}")
             granted = self.grants.take(answer)
             if not (granted and self.grants.lacking):
@@ -156,7 +157,6 @@ class Rounds:
             if self.active is not None and self.active.order.scope == "global" and self.committed > before:
                 heard.add(self.active.order.exchanges % schedule.parts)
             ends = not continues or (len(heard) >= schedule.parts and not waits)
-        self.grants.stopped = True
         if not self.has_consensus:
             self._land_before_leaving()
             logger.info(
@@ -471,6 +471,7 @@ class Rounds:
                 with self.saving():
                     if not self.follow(redo=True):  # before_step drops the gradients: a GradScaler looks at them first
                         self.active.skipped = True
+                        self._step.advance(Event.STOP)
             else:
                 self._complete()
 

@@ -1,7 +1,8 @@
 """A worker's steps: each begins with a granted iteration, and its end gets the next one."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
+from lsgd.client.iteration.step import Event, Step, StepState
 from lsgd.errors import LsgdError, NotTrainedError
 from lsgd.learning_rate import RateSchedules
 from lsgd.schedulers import LOOK_AFTER, Loop, Schedulers, optimizer_of
@@ -29,11 +31,14 @@ class Steps:
     """The steps of one worker. A step in which an optimizer steps is an iteration; other steps keep the grant.
 
     Attributes:
-        useful: whether an optimizer has made this step, or it added up gradients in ``no_sync()``.
+        step: where the worker is in its step; changed here, and by a run that ends in a backward pass.
+        called: the optimizers that have been called since the step began, though one may have skipped its step.
     """
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
-        self.rounds = Rounds(membership, replica, checkpoints)
+        self._name = membership.join.worker
+        self.step, self.called = Step(self._name), set[torch.optim.Optimizer]()
+        self.rounds = Rounds(membership, replica, checkpoints, self.step)
         run, self._grants = membership.plan.run, self.rounds.grants
         self._run = run
         self.schedules = RateSchedules(
@@ -41,45 +46,42 @@ class Steps:
             replica.optimizers,
             has_end=lambda: run.has_end or bool(self._grants.steps),
         )
-        self._name = membership.join.worker
+        self._begins_at = membership.welcome.step
         self._whole = membership.island.size == 1
         self._replica = replica
-        self._began = membership.welcome.step
         self.schedulers = Schedulers(
             self._name,
             replica.optimizers,
             checkpoints.rates,
             lambda: [*self.schedules.optimizers, *map(optimizer_of, checkpoints.schedulers())],
         )
-        self._begun = False
-        self._stepped = False
         self._outside = 0  # steps of optimizers outside of steps of this worker
-        self._followed = True  # the algorithm's after_step has run for the last iteration
-        self.useful = False
-        self._idle = 0  # steps in a row that were not useful
+        self._idle = 0  # steps in a row in which no optimizer stepped
         self._warned = False
-        self._paused = False  # since the last iteration was granted
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in replica.optimizers]
         self._hooks += [o.register_step_post_hook(self._after_step) for o in replica.optimizers]
 
     def begin(self) -> bool:
         """Begin a step; return False if the run has ended."""
-        if self._begun:
+        if self.step.is_open:
             raise LsgdError(
                 f"{self._name}: begin_step() again before end_step(); end each step, even without optimizer.step()"
             )
         self.rounds.election.check()
         self._check_optimizers()
-        self.useful = False
-        self._begun = self._has_next()
-        self.rounds.arm(begun=self._begun)
-        if self._begun:
+        begins = self._has_next()
+        self.rounds.arm(begun=begins)
+        if begins:
+            self.step.advance(Event.BEGIN)
+            self.called.clear()
+            self.schedules.follow()
+            self.schedulers.follow(self._loop)
             self.rounds.stopwatch.spend("compute")
-        return self._begun
+        return begins
 
     def end(self) -> bool:
         """End the step and get the next iteration; return False if the run has ended."""
-        if not self._begun and not self._grants.stopped:
+        if not (self.step.is_open or self.step.is_over or self.step.state is StepState.GIVEN_BACK):
             raise LsgdError(f"{self._name}: end_step() without begin_step(); batches() calls both itself")
         self.close_step()
         self.rounds.arm(begun=False)
@@ -87,19 +89,59 @@ class Steps:
 
     def close_step(self) -> None:
         """End the step, if one has begun, without asking for another."""
+        self._idle += self.step.state is StepState.BEGUN
         self._count()
-        self._idle += self._begun and not self.useful
-        self._begun = False
+        if self.step.state in (StepState.BEGUN, StepState.GIVEN_BACK):
+            self.step.advance(Event.CLOSE)
+        self.called.clear()
+
+    def proceed(self) -> None:
+        """Get the next iteration now, where no graph is alive: all optimizers have just stepped.
+
+        Not if its round spans the backward pass, which a pause before the next step would fail for all; nor after the
+        last step of the script's own loop; nor in an island, where one process may evaluate while the others wait.
+        """
+        steps, done = self._grants.steps, self._begins_at + self._grants.done
+        if self._whole and not self._replica.algorithm.spans_backward and not 0 < steps <= done:
+            self._has_next()
+
+    def accumulate(self) -> None:
+        """Expect no optimizer to step in this step: its gradients are only added up."""
+        self._idle = -1
 
     def pause(self) -> None:
         """Give an unused iteration back, and let rounds continue without this worker until it asks again."""
-        self._count()
-        self._follow()
-        if self.rounds.pending:
-            self.rounds.drop("paused in the middle of an iteration")
-        if not self._grants.stopped:
-            self._paused = self._begun or self._grants.granted
+        self._take("paused in the middle of an iteration")
+        if not self.step.is_over:
             self._grants.pause(self.rounds.committed)
+
+    def _take(self, why: str) -> bool:
+        """Take the rest of a step away from it, and drop its round; return whether there was something to take."""
+        within = self.step.is_granted
+        self._count()
+        self._act()
+        if self.rounds.pending:
+            self.rounds.drop(why)
+        if within:
+            self.step.advance(Event.TAKE)
+        return self.step.state is StepState.GIVEN_BACK
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Be in a round, which the block ends with an event; an error inside leads back to between two iterations."""
+        self._replica.check()
+        if self.step.is_granted:
+            self.step.advance(Event.TAKE)
+        if self.step.state is StepState.GIVEN_BACK:
+            self.step.advance(Event.CLOSE)
+        self.step.advance(Event.ASK)
+        try:
+            with self.rounds.saving():
+                yield
+        except BaseException:
+            if self.step.state is StepState.ROUND:
+                self.step.advance(Event.FAIL)
+            raise
 
     def finish(self, *, waits: bool = False) -> bool:
         """Take part in a last global round, or with ``waits`` the run's last; return whether that is the consensus.
@@ -107,18 +149,19 @@ class Steps:
         Raises:
             NotTrainedError: this worker has completed no iteration, and has trained without asking, or nobody has.
         """
-        if not self._grants.stopped:
+        if not self.step.is_over:
             self._replica.check()
             self.close_step()
             if self._outside and not self._grants.done:
                 raise self._not_trained(f"its optimizers have stepped {self._outside} times outside of the run")
-            self._follow()
+            self._act()
             if self.rounds.pending and self.rounds.gradients is None:
                 self.rounds.before_step()  # models are exchanged even without a backward pass
             elif self.rounds.pending:
                 self.rounds.drop("leaves in the middle of an iteration")
-            with self.rounds.saving():
+            with self._asking():
                 self.rounds.finish(waits=waits)
+                self.step.advance(Event.STOP)
             if self.rounds.has_consensus and not self.rounds.count:
                 raise self._not_trained("the run ends without an iteration of any worker")
         return self.rounds.has_consensus
@@ -137,56 +180,57 @@ class Steps:
             LsgdError: another worker makes another call, or the iteration is not over.
         """
         self._replica.check()
-        self._count()
-        self._follow()
-        if self.rounds.pending:
-            self.rounds.drop("meets the others in the middle of an iteration")
-        self._paused = self._begun or self._grants.granted
-        with self.rounds.saving():
-            met = self.rounds.meet(numbers)
+        within = self._take("meets the others in the middle of an iteration")
+        try:
+            with self._asking():
+                met = self.rounds.meet(numbers)
+                self.step.advance(Event.STOP if met is None else Event.MEET)
+        finally:
+            if within and not self.step.is_over:
+                self.step.advance(Event.TAKE)
         if met is not None and met.error:
             raise LsgdError(met.error)
         return numbers if met is None else met.values
 
     def close(self) -> None:
-        """Count the last iteration, and remove the hooks."""
-        self.close_step()
-        for hook in self._hooks:
-            hook.remove()
-        self.rounds.close()
+        """Count the last iteration, remove the hooks, and leave."""
+        try:
+            self.close_step()
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            self.rounds.close()
+            self.step.advance(Event.LEAVE)
 
     def _count(self) -> None:
         """Count the granted iteration if an optimizer has stepped since."""
         self.rounds.stopwatch.spend("")
         self.rounds.drop_torn()
-        if self._stepped and self._grants.granted:
+        if self.step.state is StepState.STEPPED:
+            self.step.advance(Event.CLOSE)
             self._grants.complete()
             if self._grants.done == LOOK_AFTER:
                 self.schedulers.look(self._loop, LOOK_AFTER)
-            self._followed = False
             if self._whole:
-                self._follow()
-        elif self.rounds.gradients is not None and not self.rounds.pending:
-            # The step was skipped, but its gradients were exchanged: the next step needs a round.
-            self._grants.granted = False
-        self._stepped = False
+                self._act()
+        elif self.step.state is StepState.BEGUN and self.rounds.gradients is not None and not self.rounds.pending:
+            self.step.advance(Event.SKIP)  # its gradients were exchanged, so the next step needs a round
 
-    def _follow(self) -> None:
-        """Call the algorithm's ``after_step``.
+    def _act(self) -> None:
+        """Call the algorithm's ``after_step``, if an iteration counts since the last time.
 
         There the processes of an island may decide together. So in an island it waits for the next call that all of
         them make: a script that fails in one process ends its step too, and the others may never come.
         """
-        if self._followed:
-            return
-        self._followed = True
-        self.rounds.after_step()
+        if self.step.state is StepState.COUNTED:
+            self.step.advance(Event.ACT)
+            self.rounds.after_step()
 
     @property
     def _loop(self) -> Loop:
         all_ = self._run.iterations
         share = all_ / self.rounds.world_size if all_ else float("inf")
-        step = self._began + self._grants.done
+        step = self._begins_at + self._grants.done
         return Loop(step, self._grants.steps, self._run.has_end, self._grants.middle, share)
 
     def _check_optimizers(self) -> None:
@@ -207,19 +251,14 @@ class Steps:
 
     def _has_next(self) -> bool:
         """Get an iteration, and carry out its round; return False if the run has ended."""
-        self._follow()
-        if not self._grants.granted and not self._grants.stopped:
-            self._replica.check()
-            with self.rounds.saving():
+        self._act()
+        if not self.step.is_granted and not self.step.is_over:
+            with self._asking():
                 granted = self.rounds.follow()
+                self.step.advance(Event.GRANT if granted else Event.STOP)
             if granted:
                 self.rounds.ask_ahead()
-            self._paused = False
-        if self._grants.stopped or not self._grants.granted:
-            return False
-        self.schedules.follow()
-        self.schedulers.follow(self._loop)
-        return True
+        return self.step.is_granted
 
     # -- the optimizers' hooks ---------------------------------------------------------------------------------
 
@@ -227,19 +266,36 @@ class Steps:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Complete the round; if a closure does that, return the step's arguments with the closure wrapped."""
-        if self._paused:
+        if self.step.state is StepState.GIVEN_BACK:
             raise LsgdError(
                 f"{self._name}: optimizer.step() after worker.pause(), worker.mean() or worker.barrier() in the same "
                 f"step: they end this iteration or give it back to the run; call them after the step, or between two "
                 f"loops"
             )
-        if not self._grants.stopped:
+        if not self.step.is_over:
             self.schedulers.before_step(optimizer, self._loop)
+        if self.rounds.pending and self.rounds.gradients is None:
+            self.check_graphs("in the first optimizer's step this algorithm replaces the model")
         closure = closure_in(args, kwargs)
         if closure is None or self.rounds.gradients is None:
             self.rounds.before_step(optimizer)
             return None
         return with_closure(self._evaluated_once(optimizer, closure), args, kwargs)
+
+    def check_graphs(self, why: str) -> None:
+        """Raise a LsgdError if a change of the model could come between a forward pass and its backward pass.
+
+        One backward pass before the steps of all optimizers gives each of them gradients. If one has none, a pass of
+        its own follows, and its forward pass may have been made.
+        """
+        several = self._replica.optimizers if len(self._replica.optimizers) > 1 and not self.called else ()
+        if missing := [o for o in several if _lacks_gradients(o)]:
+            raise LsgdError(
+                f"{self._name}: {why}, but no parameter of {type(missing[0]).__name__} has a gradient yet, so a "
+                f"forward pass that it needs may lie before that, as in a GAN: pass lsgd.wrap a "
+                f"nn.ModuleDict(g=G, d=D) whose parts the loop calls, and choose a method that exchanges models "
+                f"between two iterations, such as local or leader"
+            )
 
     def _evaluated_once(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return a closure that exchanges its gradients and may run once a step: all workers exchange equally often."""
@@ -261,13 +317,21 @@ class Steps:
         return evaluate
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._outside += not self._begun
+        self.called.add(optimizer)
+        self._outside += not self.step.is_open
         active = self.rounds.active
         # GradScaler always calls a fused optimizer, which skips the step itself if this tensor says so.
         found_inf = getattr(optimizer, "found_inf", None)
         skipped = (active is not None and active.skipped) or (found_inf is not None and bool(found_inf))
         if not skipped:
-            self.useful, self._idle, self._stepped = True, 0, True
+            self._idle = 0
+            if self.step.is_open:
+                self.step.advance(Event.STEP)
+
+
+def _lacks_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    return bool(trained) and all(p.grad is None for p in trained)
 
 
 def closure_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:

@@ -80,11 +80,13 @@ for epoch in range(num_train_epochs):
         losses.append(accelerator.gather_for_metrics(outputs.loss.repeat(batch_size)))
     eval_loss = torch.mean(torch.cat(losses)).item()
     print(f"epoch {epoch}: perplexity {math.exp(eval_loss)}, train loss {total_loss.item() / len(train_dataloader)}")
+    if worker.stopped:
+        break
 
 worker.finish()
 accelerator.wait_for_everyone()
 unwrapped_model = accelerator.unwrap_model(model)
 if accelerator.is_main_process and worker.first:
     accelerator.save(unwrapped_model.state_dict(), f"{out_dir}/model.pt")
-    final = {"val": eval_loss, "steps": completed_steps, "lr": lr_scheduler.get_last_lr()[0]}
+    final = {"val": eval_loss, "steps": worker.step, "lr": lr_scheduler.get_last_lr()[0]}
     Path(out_dir, "final.json").write_text(json.dumps(final))

@@ -85,6 +85,8 @@ class Trainer:
             if self.local_rank == 0 and epoch % self.config.save_every == 0:
                 self._save_snapshot(epoch)
             tested = self._run_epoch(epoch, self.test_loader, train=False)
+            if self.worker.stopped:
+                break
         return tested
 
 

@@ -137,10 +137,11 @@ while True:
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     iter_num += 1
-    if iter_num > max_iters:
+    if iter_num > max_iters or worker.stopped:
         break
 
 worker.finish()
+iter_num = worker.step
 if master_process:
     final = {"val": estimate_loss()["val"].item(), "steps": iter_num, "lr": lr}
     os.makedirs(out_dir, exist_ok=True)

@@ -68,6 +68,8 @@ for epoch in range(epochs):
         print(f"epoch {epoch}: test loss {tested:.4f}", flush=True)
         torch.save({"model": model.module.state_dict(), "epoch": epoch}, out_dir / "snapshot.pt")
     dist.barrier()
+    if worker.stopped:
+        break
 
 worker.finish()
 final = {"val": evaluate(), "lr": scheduler.get_last_lr()[0]}

@@ -105,7 +105,7 @@ def main(args):
             train_sampler.set_epoch(epoch)
         train_one_epoch(model, criterion, optimizer, data_loader, args, model_ema)
         scheduler.step()
-        if epoch + 1 == args.epochs:
+        if epoch + 1 == args.epochs or worker.stopped:
             worker.finish()
         tested = evaluate(model, criterion, data_loader_test)
         if is_main_process() and worker.first:
@@ -113,6 +113,8 @@ def main(args):
             torch.save(checkpoint, Path(args.output_dir, "checkpoint.pth"))
             final = {"val": tested, "lr": scheduler.get_last_lr()[0]}
             Path(args.output_dir, "final.json").write_text(json.dumps(final))
+        if worker.stopped:
+            break
 
 
 if __name__ == "__main__":
