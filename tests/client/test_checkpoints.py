@@ -23,7 +23,7 @@ from torch.utils.data import TensorDataset
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.algorithms.leader import LeaderSettings
-from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.checkpoint.checkpoints import Checkpoints, clear
 from lsgd.client.checkpoint.file import DamagedError, Packed, digest, pack, read, unpack, write
 from lsgd.client.control.island import Island
 from lsgd.client.data.shards import ShardLoader, shard_loader
@@ -110,6 +110,16 @@ def test_a_tensor_that_wraps_others_is_saved_by_its_own_means(tmp_path: Path) ->
     back = read(write(tmp_path, RUN, 7, WORKER, packed, ABOUT), "m", "")
     assert repr(back) == repr({"a": [quantized()], "b": quantized().codes})
     assert all(type(x) is torch.Tensor for x in packed.tensors.values())
+
+
+def test_what_is_not_finite_is_cleared_in_a_tensor_that_wraps_others_too() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped = quantized()
+    wrapped.scale.fill_(float("nan"))
+    optimizer.state[model.weight] = {"a": wrapped, "b": [torch.full((2,), float("inf"))]}
+    clear([optimizer])
+    assert wrapped.scale.tolist() == [0.0] and optimizer.state[model.weight]["b"][0].tolist() == [0.0, 0.0]
 
 
 def test_only_a_class_that_the_script_has_imported_is_made(tmp_path: Path, monkeypatch) -> None:

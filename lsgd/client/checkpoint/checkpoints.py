@@ -594,13 +594,23 @@ def clear(optimizers: Iterable[torch.optim.Optimizer]) -> None:
     """Set non-finite values in the optimizers' states to zero: they would break the model again."""
     for optimizer in optimizers:
         for value in tensors_in(optimizer):
-            if value.is_floating_point() and not all_finite([local(value)]):
-                local(value).nan_to_num_(0.0, 0.0, 0.0)
+            if value.is_floating_point() and not all_finite([value]):
+                value.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def tensors_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the tensors of an optimizer's state, also those in lists, and those of no parameter."""
-    return [x for x in _pytree.tree_leaves(list(optimizer.state.values())) if isinstance(x, Tensor)]
+    """Return the tensors of an optimizer's state, also those in lists, in other tensors, and those of no parameter."""
+    leaves = _pytree.tree_leaves(list(optimizer.state.values()))
+    return [part for x in leaves if isinstance(x, Tensor) for part in _parts(local(x))]
+
+
+def _parts(x: Tensor) -> Iterator[Tensor]:
+    """Yield a plain tensor, or those that a subclass wraps."""
+    if not hasattr(x, "__tensor_flatten__"):
+        yield x
+        return
+    for name in x.__tensor_flatten__()[0]:
+        yield from _parts(getattr(x, name))
 
 
 def in_words(broken: Mapping[str, int]) -> str:
