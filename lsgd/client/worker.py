@@ -310,7 +310,8 @@ class Worker:
             batch_size: samples in a batch of this worker.
             shuffle: whether to shuffle the shard; either way every epoch deals new shards.
             seed: number for the shards and the shuffling, the same on all workers.
-            options: any other argument of torch.utils.data.DataLoader except ``sampler`` and ``batch_sampler``.
+            options: any other argument of torch.utils.data.DataLoader except ``sampler`` and ``batch_sampler``; a
+                ``generator`` is not used.
 
         Raises:
             ConfigError: the dataset has fewer samples than workers, or is neither a dataset nor a stream.

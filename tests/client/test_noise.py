@@ -89,13 +89,21 @@ class Shuffles(IterableDataset[int]):
         yield from (x for x in second() if x not in first)
 
 
+class AtOnce(Shuffles):
+    """Draws its order before anything is asked of it."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*super().__iter__()])
+
+
+@pytest.mark.parametrize("stream", [Shuffles, AtOnce])
 @pytest.mark.parametrize("kind", ["torch", "numpy", "python"])
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_stream_that_shuffles_without_a_seed_is_in_one_order_on_all_workers(kind, processes) -> None:
+def test_a_stream_that_shuffles_without_a_seed_is_in_one_order_on_all_workers(stream, kind, processes) -> None:
     parts = []
     for rank in range(2):
         seed_all(rank)
-        part = Part(Shuffles(kind), lambda rank=rank: (rank, 2))
+        part = Part(stream(kind), lambda rank=rank: (rank, 2))
         loader = StreamLoader(part, lambda has: has, {"batch_size": 1, "num_workers": processes})
         passes = []
         for _ in range(2):

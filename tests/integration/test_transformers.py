@@ -78,6 +78,13 @@ def test_a_batch_sampler_with_a_fixed_seed_deals_each_worker_its_batches(cluster
     assert first and second and not first & second
 
 
+def test_a_stream_is_dealt_element_by_element(cluster) -> None:
+    plan = ["--algorithm", "bytegrad", "--iterations", "40"]
+    _, workers = train(cluster, plan, "--sampler", "stream")
+    first, second = (w["drawn"][:48] for w in workers)
+    assert sorted(first + second) == list(range(96))
+
+
 def test_it_pauses_to_evaluate_and_one_worker_saves(cluster) -> None:
     plan = ["--algorithm", "local", "--iterations", "40", "--period", "4"]
     _, workers = train(cluster, plan, "--every", 3)

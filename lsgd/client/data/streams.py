@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import islice
@@ -95,7 +95,8 @@ class Part(IterableDataset[Any]):
             return
         resumed, came = self._saved is not None and get_worker_info() is None, False
         self._begin()
-        source = self._from_position()
+        with self._drawing():
+            source = self._from_position()
         while (element := self._next(source)) is not _END:
             came = True
             yield element
@@ -108,17 +109,18 @@ class Part(IterableDataset[Any]):
             yield from self
 
     def _next(self, source: Iterator[Any]) -> Any:
-        """Return the next element that is this process's, or the end.
-
-        The stream draws the same numbers on all workers: one that shuffles without a seed has one order.
-        """
-        with nullcontext() if self._deal.place else self._alike.drawing():
+        """Return the next element that is this process's, or the end."""
+        with self._drawing():
             for element in source:
                 mine = self._takes(self._drawn)
                 self._drawn += 1
                 if mine:
                     return element
         return _END
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """Let a stream that all workers read draw the same numbers on all: one that shuffles has one order."""
+        return nullcontext() if self._deal.place else self._alike.drawing()
 
     def _begin(self) -> None:
         """Divide the stream for a new pass; one that was left early is over."""

@@ -34,7 +34,7 @@ parser.add_argument("--every", type=int, default=1000, help="steps between evalu
 parser.add_argument("--at-epochs", action="store_true", help="evaluate once an epoch instead")
 parser.add_argument("--wait-at", type=int, default=0, help="evaluate at this step until the run is over for the others")
 parser.add_argument("--fail-at", type=int, default=0, help="raise in the user's own callback, after this step")
-parser.add_argument("--sampler", choices=["repeats", "batches"], help="draw by a sampler of the script's own")
+parser.add_argument("--sampler", choices=["repeats", "batches", "stream"], help="draw by a sampler of the script's own")
 parser.add_argument("--no-loss", action="store_true", help="let the Trainer compute the loss, and not the model")
 parser.add_argument("--scores", type=json.loads, default=[], help="of the evaluations: by them the Trainer stops early")
 options = parser.parse_args()
@@ -103,6 +103,13 @@ class Pairs(torch.utils.data.BatchSampler):
         return ([*range(4 * place, 4 * place + 4)] for place in order)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    """The data, shuffled without a seed in each pass."""
+
+    def __iter__(self):
+        return iter(data[torch.randperm(LENGTH)])
+
+
 class OwnSampler(Trainer):
     """A Trainer with a sampler of its own, whose seed depends on the worker."""
 
@@ -168,7 +175,7 @@ else:
     lsgd = LsgdCallback()
     trainer = (OwnSampler if options.sampler else Trainer)(
         *(model, arguments),
-        train_dataset=data,
+        train_dataset=Stream() if options.sampler == "stream" else data,
         eval_dataset=data[:4],
         data_collator=batch,
         callbacks=[*stops, lsgd, notes],
