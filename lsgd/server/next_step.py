@@ -111,10 +111,11 @@ _TRAINING, _OTHERS, _ALL_AWAY = Wait(waits.training), Wait(waits.others), Wait(w
 def choose(state: RunState) -> Step | Wait:
     """Return what the run does next, or what it waits for. Until all its live members are held, this costs little."""
     roster = state.roster
-    if state.stopping and not roster.members and not state.over:
-        return Finish()
-    if state.closed:
-        return _ENDED
+    if state.stopping:
+        if not roster.members and not state.over:
+            return Finish()
+        if state.closed:
+            return _ENDED
     if state.book.final:
         return _CONSENSUS
     if roster.generation is None and (roster.held < roster.live or not state.suffices(roster.live)):
