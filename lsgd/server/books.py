@@ -207,7 +207,7 @@ class RoundBook:
         """Use no id up to that of a round which another server has ordered, and this one knows nothing of."""
         if (more := min(round_id, self.next_id + MOST_SKIPPED) + 1 - self.next_id) > 0:
             self.skipped += more
-            self.changes.add()
+            self.changes.count += 1
 
     @property
     def hopeless(self) -> bool:
@@ -244,7 +244,7 @@ class RoundBook:
     def order(self, order: Round, members: Iterable[Member], now: float) -> None:
         """Open a round of ``members``."""
         assert order.scope == "local" or not self.open
-        self.changes.add()
+        self.changes.count += 1
         opened = OpenRound(order, set(members), now)
         self.open[order.id] = opened
         self.ordered[order.scope] += 1
@@ -273,7 +273,7 @@ class RoundBook:
         opened.waiting.remove(member)
         opened.add_sent(member, sent_nbytes)
         if not opened.waiting:
-            self.changes.add()
+            self.changes.count += 1
             del self.open[round_id]
             if opened.round.scope == "global":
                 self.failures, self.averages = 0, False
@@ -284,7 +284,7 @@ class RoundBook:
 
     def fail(self, opened: OpenRound, *, counts: bool) -> None:
         """Close a failed round; ``counts``: it is the first of its generation to fail."""
-        self.changes.add()
+        self.changes.count += 1
         del self.open[opened.round.id]
         for member in opened.waiting:
             member.round = None

@@ -157,7 +157,7 @@ class Course:
 
     def begin(self, stretch: Stretch) -> None:
         """Follow a stretch from now on."""
-        self.changes.add()
+        self.changes.count += 1
         self.number, self.next_algorithm, self.algorithm = stretch.number, stretch.planned, stretch.algorithm
         self.schedule, self.pace, self.why = stretch.algorithm.schedule(), stretch.pace, stretch.why
 
@@ -168,7 +168,7 @@ class Course:
             ConfigError: there is no such setting, or a value is wrong.
         """
         self.next_algorithm = changed(self.next_algorithm, changes, LENGTH_SETTINGS)
-        self.changes.add()
+        self.changes.count += 1
 
     def following(
         self,
@@ -217,7 +217,7 @@ class Course:
             self.number -= 1
         if self.number == before:
             return False
-        self.changes.add()
+        self.changes.count += 1
         self.next_algorithm = self.phases[self.number].algorithm
         self.pace = Pace()
         return True

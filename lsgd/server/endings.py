@@ -23,7 +23,7 @@ STALLED_PATIENCES = 10
 def stop(state: RunState, reason: Reason) -> None:
     """End the run: withdraw all tokens; the consensus round follows when all live members are held."""
     if not state.stopping:
-        call_back(state)
+        hold_again(state, state.roster.within(MemberState.FINISHED))
         state.stopping = reason
         state.ledger.withdraw()
         state.links.relent(state.now)
@@ -31,13 +31,8 @@ def stop(state: RunState, reason: Reason) -> None:
         state.note(Why.STOPPING(reason=reason))
 
 
-def call_back(state: RunState) -> None:
-    """Hold the requests of members that have finished, so that the next round has them."""
-    hold_again(state, state.roster.within(MemberState.FINISHED))
-
-
 def hold_again(state: RunState, members: Iterable[Member]) -> None:
-    """Hold the requests of members that were outside rounds."""
+    """Hold the requests of members that were outside rounds, so that the next one has them."""
     for member in members:
         member.held_at = state.now
         state.roster.move(member, MemberState.HELD)

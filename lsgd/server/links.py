@@ -132,7 +132,7 @@ class Links:
 
     def cut(self, workers: Iterable[str], reason: Reason, now: float) -> float:
         """Evict workers for ``reason``; return for how long."""
-        self.changes.add()
+        self.changes.count += 1
         longest_s = MAX_RETRIES * self._retry_s
         self._cuts = {worker: cut for worker, cut in self._cuts.items() if now < cut.until + longest_s}
         waits_s = []
@@ -154,7 +154,7 @@ class Links:
 
     def relent(self, now: float) -> None:
         """End all evictions now."""
-        self.changes.add()
+        self.changes.count += 1
         for cut in self._cuts.values():
             cut.until = min(cut.until, now)
 
@@ -196,7 +196,7 @@ class Ways:
 
         ``missed``: one pair after the other, a node and another one that it could not dial.
         """
-        self.changes.add()
+        self.changes.count += 1
         before = set(self._relayed())
         pairs = zip(missed[::2], missed[1::2], strict=False)
         kept = {(a, b) for a, b in self._missed if a not in nodes or b not in nodes}

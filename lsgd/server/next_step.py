@@ -24,16 +24,11 @@ WAIT_WORDS_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class LetBack:
-    """The requests of cut-off members are held again; ``relents``: before the time of all evictions is over."""
+class HoldAgain:
+    """The requests of members that were cut off, or have finished, are held again; ``relents``: all evictions end."""
 
     members: Sequence[Member]
-    relents: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CallBack:
-    """The requests of members that have finished are held again: only they have the run's model."""
+    relents: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +102,7 @@ class Train:
     tokens: float
 
 
-Step = LetBack | CallBack | LimitWait | GoBack | Lost | Pause | EndRun | Close | Finish | Final | Serve | Train
+Step = HoldAgain | LimitWait | GoBack | Lost | Pause | EndRun | Close | Finish | Final | Serve | Train
 
 _ENDED, _JOINING, _CONSENSUS = Wait(waits.ended), Wait(waits.joining), Wait(waits.consensus)
 _TRAINING, _OTHERS, _ALL_AWAY = Wait(waits.training), Wait(waits.others), Wait(waits.all_away)
@@ -116,19 +111,19 @@ _TRAINING, _OTHERS, _ALL_AWAY = Wait(waits.training), Wait(waits.others), Wait(w
 def choose(state: RunState) -> Step | Wait:
     """Return what the run does next, or what it waits for. Until all its live members are held, this costs little."""
     roster = state.roster
-    if state.stopping and not roster.members and not state.over:
-        return Finish()
-    if state.closed:
-        return _ENDED
+    if state.stopping:
+        if not roster.members and not state.over:
+            return Finish()
+        if state.closed:
+            return _ENDED
     if state.book.final:
         return _CONSENSUS
     if roster.generation is None and (roster.held < roster.live or not state.suffices(roster.live)):
         return Close() if state.stopping else _JOINING
     if roster.held < roster.live:
         return _OTHERS if roster.held else _TRAINING
-    if not state.stopping and _only_finished_have_it(state):
-        return CallBack()
-    return _let_back(state) or (_when_all_are_held(state) if roster.live else _ALL_AWAY)
+    back = _call_back(state) or _let_back(state)
+    return back or (_when_all_are_held(state) if roster.live else _ALL_AWAY)
 
 
 def waits_for(state: RunState, now: float) -> Reason:
@@ -148,22 +143,22 @@ def awaited(state: RunState, member: Member) -> Reason:
     return meeting.awaited(state, member) if member.call else waits_for(state, state.now)
 
 
-def _only_finished_have_it(state: RunState) -> bool:
-    """Whether members that have finished have the run's model, and nobody else has."""
-    finished = state.roster.within(MemberState.FINISHED)
+def _call_back(state: RunState) -> HoldAgain | None:
+    """Call members back that have finished if they have the run's model, and nobody else has."""
+    if state.stopping or not (finished := state.roster.within(MemberState.FINISHED)):
+        return None
     over = (MemberState.FINISHED, MemberState.ENDED)
-    return bool(finished) and model_of(finished) > model_of(
-        m for m in state.roster.members.values() if m.state not in over
-    )
+    others = (m for m in state.roster.members.values() if m.state not in over)
+    return HoldAgain(finished) if model_of(finished) > model_of(others) else None
 
 
-def _let_back(state: RunState) -> LetBack | None:
+def _let_back(state: RunState) -> HoldAgain | None:
     """Let cut-off members back whose time is over; all of them if nobody else is left, or only they have the model."""
     cut = state.roster.within(MemberState.CUT)
     left = state.roster.within(MemberState.HELD, MemberState.BUSY, MemberState.STRAGGLER, MemberState.PAUSED)
     relents = not left or model_of(cut) > model_of(left)
     back = [m for m in cut if relents or not state.links.bars(m.worker, state.now)]
-    return LetBack(back, relents) if back else None
+    return HoldAgain(back, relents) if back else None
 
 
 def _when_all_are_held(state: RunState) -> Step | Wait:

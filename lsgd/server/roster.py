@@ -354,7 +354,7 @@ class Roster:
             raise RuntimeError(f"{member.worker} is {before.name} and cannot become {state.name}")
         self._set(member, state)
         if not (state.live and before.live):  # not each iteration
-            self.changes.add()
+            self.changes.count += 1
             self.happened.append(WorkerChanged(member.worker, state.shown, reason.code, str(reason)))
 
     def _set(self, member: Member, state: MemberState) -> None:
@@ -370,7 +370,7 @@ class Roster:
     def asks(self, member: Member, request: Request) -> None:
         """Note what a member's new request says; its state follows."""
         if request.last or member.last or member.call:
-            self.changes.add()
+            self.changes.count += 1
         member.seq, member.answer, member.last = request.seq, None, request.last
         member.finished, member.steps = request.finished, request.steps
         member.call, member.numbers = request.call, request.numbers
@@ -378,29 +378,29 @@ class Roster:
 
     def goes_on(self, member: Member) -> None:
         """Note that a member waits in no call any more: it has an answer, or was interrupted."""
-        self.changes.add()
+        self.changes.count += 1
         member.call, member.numbers, member.last = 0, {}, False
 
     def dismiss(self, member: Member, reason: Reason) -> None:
         """Note that a member must leave, although the run continues."""
-        self.changes.add()
+        self.changes.count += 1
         member.leaving = reason
 
     def welcome(self, member: Member, step: int) -> None:
         """Note where a member's own loop begins, once it is welcome."""
-        self.changes.add()
+        self.changes.count += 1
         member.began = step
 
     def first_with(self, digest: str, own: FirstStep) -> FirstStep:
         """Return the first step that was the first with gradients of this digest: ``own`` if it is, or its member's."""
         if digest not in self.digests:
-            self.changes.add()
+            self.changes.count += 1
         first = self.digests.setdefault(digest, own)
         return own if first.member is own.member else first
 
     def add(self, member: Member) -> None:
         """Add a worker that has joined."""
-        self.changes.add()
+        self.changes.count += 1
         join = member.join
         self.members[member.worker] = member
         self.happened.append(WorkerJoined(join.worker, join.node, join.address, join.gpu))
@@ -408,7 +408,7 @@ class Roster:
     def remove(self, member: Member, reason: Reason) -> None:
         """Remove a member; its rank stays taken, as an absent one, until the next generation."""
         self._set(member, MemberState.ENDED)
-        self.changes.add()
+        self.changes.count += 1
         self.happened.append(WorkerChanged(member.worker, "left", reason.code, str(reason)))
         member.left = reason
         del self.members[member.worker]
@@ -468,7 +468,7 @@ class Roster:
 
         ``least``: the lowest number that it may have.
         """
-        self.changes.add()
+        self.changes.count += 1
         for member in self.members.values():
             member.rank = -1
         self.queues, self.absent, self.broken = {}, 0, NO_REASON
@@ -485,7 +485,7 @@ class Roster:
         """End the generation, unless it is over already; return the members to notify."""
         if self.generation is None or self.broken:
             return []
-        self.changes.add()
+        self.changes.count += 1
         self.broken = reason
         return [m for m in self.members.values() if m.rank >= 0 and m.state is not MemberState.ENDED]
 

@@ -11,7 +11,7 @@ from lsgd.protocol.messages import Round
 from lsgd.server import answers, meeting, next_step
 from lsgd.server.books import election, line, roles
 from lsgd.server.course import Stretch
-from lsgd.server.endings import call_back, close, fail, hold_again, stop
+from lsgd.server.endings import close, fail, hold_again, stop
 from lsgd.server.greetings import transport_of
 from lsgd.server.reasons import Why, number_of
 from lsgd.server.roster import Member, MemberState, NodeQueue, named
@@ -53,12 +53,10 @@ def advance(state: RunState) -> None:
 def _carry_out(state: RunState, step: next_step.Step) -> None:
     """Do what is next."""
     match step:
-        case next_step.LetBack(members, relents):
+        case next_step.HoldAgain(members, relents):
             if relents:
                 state.links.relent(state.now)
             hold_again(state, members)
-        case next_step.CallBack():
-            call_back(state)
         case next_step.LimitWait():
             state.final_due_at = state.now
         case next_step.Finish():

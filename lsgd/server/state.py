@@ -132,7 +132,7 @@ class RunState:
         own = (self.plan, self.terms, self.beaten, self.stopping, self.failed, self.closed_at, self.first)
         if own != self._own:
             self._own = own
-            self.counted.add()
+            self.counted.count += 1
         return self.counted.count
 
     @property

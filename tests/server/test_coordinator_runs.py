@@ -141,7 +141,7 @@ class KeptRun(SimulatedRun):
     """Compares what a server that is killed now continues from with the live state, after every message and tick."""
 
     def __init__(self, *args: Any) -> None:
-        self._checked = KeptState()
+        self._checked = KeptState(restores=True)
         super().__init__(*args)
 
     def _keep(self) -> None:
