@@ -175,7 +175,7 @@ def test_a_step_has_the_learning_rate_of_the_runs_progress(tmp_path, place) -> N
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     callback, state = integration.LsgdCallback(), transformers.TrainerState(max_steps=100)
-    callback._worker = SimpleNamespace(begin_step=lambda: True, **place)
+    callback._worker = SimpleNamespace(begin_step=lambda: True, close_step=lambda: None, **place)
     callback.on_step_begin(arguments, state, transformers.TrainerControl(), model=None, lr_scheduler=schedule)
     assert optimizer.param_groups[0]["lr"] == 0.25
 
@@ -198,7 +198,9 @@ def test_a_worker_whose_steps_are_made_asks_for_none(tmp_path) -> None:
     integration, calls = importlib.import_module(MODULE), list[str]()
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     callback, control, model = integration.LsgdCallback(), transformers.TrainerControl(), torch.nn.Linear(1, 1)
-    callback._worker = SimpleNamespace(steps=40, step=40, stopped=False, finish=lambda: calls.append("finish"))
+    callback._worker = SimpleNamespace(
+        steps=40, step=40, stopped=False, close_step=lambda: None, finish=lambda: calls.append("finish")
+    )
     state = transformers.TrainerState(max_steps=40)
     callback.on_step_begin(arguments, state, control, model=model, lr_scheduler=None)
     assert control.should_training_stop and calls == ["finish"]
