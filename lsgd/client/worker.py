@@ -259,6 +259,11 @@ class Worker:
         return self._steps.step.has_ended
 
     @property
+    def in_step(self) -> bool:
+        """Whether a step is under way, in which optimizers may step; not after a pause in it."""
+        return self._steps.step.is_open
+
+    @property
     def device(self) -> torch.device:
         """The device of the model."""
         return self._membership.device

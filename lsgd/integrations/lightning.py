@@ -53,8 +53,6 @@ class LsgdCallback(Integration, Callback):
         super().__init__("the Trainer", shard, options)
         self._seed = seed
         self._restored: dict[str, Any] = {}  # the stream's state in a checkpoint of Lightning
-        self._in_step = False
-        self._away = False  # paused in this step
         self._closed = False
         rank_zero_only.rank = int(os.environ.get("LSGD_RANK") or 0)  # loggers begin before the join says who is first
 
@@ -79,7 +77,7 @@ class LsgdCallback(Integration, Callback):
         if self._data is not None and self._restored:
             self._data.load_state_dict(self._restored)
         self._restored = {}  # it is not for a second training
-        self._in_step = self._away = self._closed = False
+        self._closed = False
         is_one = len(trainer.optimizers) == 1  # of several, each one's steps count in global_step
         begun, scaler = trainer.global_step if is_one else 0, getattr(trainer.precision_plugin, "scaler", None)
         worker = self._join(pl_module, trainer.optimizers, scaler, begun)
@@ -104,12 +102,9 @@ class LsgdCallback(Integration, Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Get an iteration; if there is none left, stop the Trainer and skip the batch."""
         worker = self.worker
-        if self._in_step:
-            worker.close_step()
+        worker.close_step()
         is_over = 0 < worker.steps <= worker.step  # that of a worker that is resumed, or late
-        has_step = not is_over and worker.begin_step()
-        self._in_step, self._away = has_step, False
-        if not has_step:
+        if is_over or not worker.begin_step():
             trainer.should_stop = True
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = 0  # they would delay the stop
             raise StopIteration  # ends the epoch, as -1 from the module's hook does
@@ -190,8 +185,7 @@ class LsgdCallback(Integration, Callback):
 
     def _pause(self) -> None:
         """Pause until the next batch, unless paused already."""
-        if self._in_step and not self._away and not self.worker.stopped:
-            self._away = True
+        if self.worker.in_step:
             with self.worker.pause():
                 pass
 

@@ -51,7 +51,6 @@ class LsgdCallback(Integration, TrainerCallback):
 
     def __init__(self, *, shard: bool = True, **options: Any) -> None:
         super().__init__("the Trainer", shard, options)
-        self._in_step = False
         self._at_end: dict[str, Tensor] | None = None  # the model, if the run ended while the worker paused
         self._losses: list[Tensor] = []  # of the step's micro-batches
         self._has_losses = False  # the model has returned one
@@ -101,7 +100,7 @@ class LsgdCallback(Integration, TrainerCallback):
         if self._hooks:  # of an earlier training that was interrupted
             args.save_strategy = self._save_strategy
             self.__exit__(None, None, None)
-        self._in_step, self._has_losses, self._at_end = False, False, None
+        self._has_losses, self._at_end = False, None
         self._losses.clear()
         self._shard(train_dataloader, args.data_seed or 0)  # args.seed may be another on each worker
         worker = self._join(model, optimizer, getattr(optimizer, "scaler", None), state.global_step)
@@ -130,12 +129,12 @@ class LsgdCallback(Integration, TrainerCallback):
     ) -> None:
         """Get an iteration."""
         worker = self._joined
-        is_over = 0 < worker.steps <= worker.step and not self._in_step  # that of a worker that is resumed, or late
         with self._leaving_on_error():
+            worker.close_step()
+            is_over = 0 < worker.steps <= worker.step  # that of a worker that is resumed, or late
             if is_over:
                 self._leave()
-            has_step = not is_over and (not self._in_step or worker.end_step()) and worker.begin_step()
-        self._in_step = has_step
+            has_step = not is_over and worker.begin_step()
         args.save_strategy = self._save_strategy
         if not has_step:  # the end came while this worker paused, or before; the Trainer takes one more step and stops
             self._at_end = {name: x.clone() for name, x in model.state_dict().items() if isinstance(x, Tensor)}
@@ -163,10 +162,8 @@ class LsgdCallback(Integration, TrainerCallback):
         with self._leaving_on_error():
             if control.should_training_stop:
                 self._stop(control)
-            elif not self._paused(args, control) and not may_pause:
-                self._in_step = False
-                if not worker.end_step():
-                    self._stop(control)
+            elif not self._paused(args, control) and not may_pause and not worker.end_step():
+                self._stop(control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any

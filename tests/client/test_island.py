@@ -28,6 +28,7 @@ from lsgd.client.iteration.following import Following
 from lsgd.client.iteration.post import Post
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.rounds import Rounds
+from lsgd.client.iteration.step import Step
 from lsgd.collectives.group import Transfer
 from lsgd.errors import ConfigError, ExchangeError, IslandError, LsgdError
 from lsgd.flat import FlatParameters, describe
@@ -255,7 +256,7 @@ class Member:
         checkpoints = Checkpoints(self.model, [optimizer], {}, None, None, membership.island)
         checkpoints.load(membership.join.worker, *describe(self.model))
         self.replica = Replica(membership, FlatParameters(self.model), self.model, [optimizer], checkpoints)
-        self.rounds = Rounds(membership, self.replica, checkpoints)
+        self.rounds = Rounds(membership, self.replica, checkpoints, Step())
         stack.callback(self.rounds.entry.leave, cut=True)
 
     @property

@@ -231,7 +231,9 @@ def test_a_worker_whose_steps_are_made_asks_for_none(tmp_path) -> None:
     integration, calls = importlib.import_module(MODULE), list[str]()
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     callback, control, model = integration.LsgdCallback(), transformers.TrainerControl(), torch.nn.Linear(1, 1)
-    callback._worker = SimpleNamespace(steps=40, step=40, stopped=False, finish=lambda: calls.append("finish"))
+    callback._worker = SimpleNamespace(
+        steps=40, step=40, stopped=False, close_step=lambda: None, finish=lambda: calls.append("finish")
+    )
     state = transformers.TrainerState(max_steps=40)
     callback.on_step_begin(arguments, state, control, model=model)
     assert control.should_training_stop and calls == ["finish"]
