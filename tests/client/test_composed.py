@@ -21,7 +21,7 @@ from scripts.link_table import PAGE, table
 from ..lsgd.reference import Exchange
 from ..lsgd.training import make_round
 from .bench import CERTIFICATE
-from .test_groups import HOUR_S, KEPT, LikeNccl, every_verb, run, switchboard
+from .test_groups import HOUR_S, KEPT, TIMEOUT_S, LikeNccl, every_verb, run, switchboard
 
 __all__ = ["switchboard"]
 
@@ -43,7 +43,7 @@ def test_every_verb_on_all_members_and_its_subgroups(switchboard, node_sizes, nc
     def work(group: ComposedGroup) -> str:
         assert every_verb(group)
         assert every_verb(group.node)
-        assert group.node._timeout_s == INSIDE_PATIENCE * 20.0
+        assert group.node._timeout_s == INSIDE_PATIENCE * TIMEOUT_S
         if group.across is not None:
             assert every_verb(group.across)
         x = torch.tensor([float(group.rank)])

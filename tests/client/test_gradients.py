@@ -26,13 +26,17 @@ BUCKET_MIB = 0.001  # 262 numbers
 MEAN = AllReduceSettings(bucket_mib=BUCKET_MIB)
 
 
+ALIKE = threading.Lock()
+
+
 class Model(nn.Module):
     """Three layers, one of them used twice, and parameters that some or all passes leave out."""
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.twice, self.last = nn.Linear(5, 17), nn.Linear(17, 17), nn.Linear(17, 3)
+        with ALIKE:  # members are threads, and share torch's numbers
+            torch.manual_seed(0)
+            self.first, self.twice, self.last = nn.Linear(5, 17), nn.Linear(17, 17), nn.Linear(17, 3)
         self.unused, self.sometimes = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(1))
 
     def forward(self, x: Tensor, shifted: bool) -> Tensor:

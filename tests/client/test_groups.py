@@ -38,7 +38,10 @@ def switchboard(tmp_path):
         yield made
 
 
-def run(switchboard, node_sizes, work, *, missing=(), timeout_s: float = scaled(20.0), certificate=b"", **fields):
+TIMEOUT_S = scaled(20.0)
+
+
+def run(switchboard, node_sizes, work, *, missing=(), timeout_s: float = TIMEOUT_S, certificate=b"", **fields):
     """Return what ``work(group)`` returns on every member that is not missing; ``fields``: of the generation.
 
     Gloo is in NCCL's place.
@@ -147,7 +150,7 @@ def test_every_verb_on_the_world_and_its_subgroups(switchboard, node_sizes) -> N
         assert (group.node.rank, group.node.size) == (group.rank - firsts[node], node_sizes[node])
         assert group.node.node_sizes == (node_sizes[node],)
         assert every_verb(group.node)
-        assert group.node._timeout_s == 20.0 * (INSIDE_PATIENCE if len(node_sizes) > 1 else 1)
+        assert group.node._timeout_s == TIMEOUT_S * (INSIDE_PATIENCE if len(node_sizes) > 1 else 1)
         if group.rank in firsts:
             assert group.across is not None
             assert (group.across.rank, group.across.size) == (node, len(node_sizes))

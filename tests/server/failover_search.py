@@ -60,10 +60,16 @@ def server_host(world: World) -> Host:
 
 
 def may_die(world: World, host: Host) -> bool:
-    """Whether another host would be left that has the run's model and its journal, or a copy."""
+    """Whether another host would be left that has the run's model and its journal, or a copy.
+
+    A worker that every server has evicted has no longer the run's, though it does not know that yet.
+    """
     others = [each for each in world.hosts if each is not host and each.alive and not each.frozen]
     others = [each for each in others if each.server is not None or each.local.copy.number]
-    return any(worker.committed for each in others for worker in each.by_incarnation.values() if worker.state != "gone")
+    serving = [server._state.roster for server in world.serving()]
+    inside = {member.join.incarnation for roster in serving for member in roster.members.values()}
+    workers = [worker for each in others for worker in each.by_incarnation.values() if worker.state != "gone"]
+    return any(worker.committed for worker in workers if not serving or worker.incarnation in inside)
 
 
 def strike(world: World, fault: str, rng: random.Random) -> bool:

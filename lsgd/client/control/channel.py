@@ -301,7 +301,7 @@ class Channel:
         if question.generation in self._over:
             raise ExchangeError(f"generation {question.generation} is over: {self._over[question.generation]}")
         if question.timeout_s is not None and now - question.asked_at > question.timeout_s:
-            raise ExchangeError(f"{question.what} for {question.timeout_s:g} s: {self._waits_for or 'no answer'}")
+            raise ExchangeError(f"{question.what} for {question.timeout_s:.3g} s: {self._waits_for or 'no answer'}")
         waited = f"{question.what} for {now - question.asked_at:.0f} s"
         if self.given_up:
             raise ServerLostError(f"{waited}, and its servers have ended or were given up")
