@@ -65,7 +65,7 @@ def main() -> None:
     step()
     before, _ = resident_nbytes()
     lines = []
-    with Worker.join(model, optimizer) as worker:
+    with Worker.join(model, optimizer, same_data=True) as worker:
         while not worker.stopped:
             for _ in worker.batches(range(1 << 20)):
                 now, peak = resident_nbytes()

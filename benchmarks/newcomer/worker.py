@@ -29,7 +29,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     torch.manual_seed(os.getpid())
     model.weight.grad = torch.randn(numel)
-    with path.open("a", buffering=1) as file, Worker.join(model, optimizer) as worker:
+    with path.open("a", buffering=1) as file, Worker.join(model, optimizer, same_data=True) as worker:
 
         def note(event: str) -> None:
             spent = worker.timings

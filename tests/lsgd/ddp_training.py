@@ -40,6 +40,7 @@ def train(hook: str) -> None:
     for step in range(STEPS):
         rows = torch.arange(step * size * BATCH, (step + 1) * size * BATCH) % len(points)
         mine = rows[rank::size]
+        optimizer.param_groups[0]["lr"] = 0.05 * (1 - step / STEPS)  # else the last steps' noise hides the methods'
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(ddp(points[mine]), labels[mine])
         if hook == "overflow" and (step, rank) == (OVERFLOW_STEP, size - 1):

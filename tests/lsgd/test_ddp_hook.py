@@ -43,7 +43,7 @@ def test_same_bits_and_the_loss_of_ddp(trained, hook):
     plain, quantized = trained["none"], trained[hook]
     assert len(set(quantized["digests"])) == 1
     assert quantized["digests"] != plain["digests"]  # it did something
-    assert quantized["loss"] == pytest.approx(plain["loss"], rel=0.01)
+    assert quantized["loss"] == pytest.approx(plain["loss"], rel=0.002)
     assert quantized["residuals"] >= 2 if hook == "feedback" else quantized["residuals"] == 0
 
 

@@ -169,7 +169,8 @@ def digest(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         hashed.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        hashed.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+        row = tensor.contiguous().as_strided((tensor.numel(),), (1,))  # one number may have any stride
+        hashed.update(row.view(torch.uint8).numpy().data)
     return hashed.hexdigest()
 
 
