@@ -167,6 +167,7 @@ def test_every_module_of_the_installed_wheel_can_be_imported(installed):
     assert where.is_relative_to(installed.parents[1])
 
 
+@slow  # with the packages of all extras
 def test_constraints_pin_every_dependency():
     """Each package that an installation with any extra but CUDA's brings, by its exact version."""
     lines = (ROOT / "constraints.txt").read_text().splitlines()

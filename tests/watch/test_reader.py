@@ -50,7 +50,7 @@ def moved() -> Iterator[str]:
         ["status", "--healthy"],
         ["set", "period=8"],
         ["stop"],
-        ["metrics", "--port", "0"],
+        pytest.param(["metrics", "--port", "0"], marks=pytest.mark.slow),  # needs prometheus_client
         ["log", "--to", "csv", "--out", "."],
     ],
     ids=" ".join,
