@@ -19,7 +19,7 @@ def never() -> bool:
 
 
 class EndingLoader(DataLoader[Any]):
-    """A DataLoader whose passes end with the run: that under way at once, and later ones are empty.
+    """A DataLoader whose passes can end with the run: that under way at once, and later ones are empty.
 
     Attributes:
         over: whether the run has ended.
@@ -27,9 +27,6 @@ class EndingLoader(DataLoader[Any]):
 
     over: Callable[[], bool] = staticmethod(never)
     _empty = 0  # passes after the end
-
-    def __iter__(self) -> Any:
-        return self._until_over(super().__iter__())
 
     def _until_over(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield batches until the run is over; raise a LsgdError if a loop would begin passes after that forever."""
