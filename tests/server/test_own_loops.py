@@ -79,8 +79,8 @@ def test_when_all_have_left_the_run_has_made_all_its_iterations() -> None:
     bench.leave("00")
     bench.leave("01")
     found = summary(bench.state, bench.now)
-    assert found["state"] == "over" and found["code"] == "all_finished" and not bench.roster.members
-    assert found["iterations"] == found["count"] > 0 and found["progress"] == 1.0
+    assert found.state == "over" and found.code == "all_finished" and not bench.roster.members
+    assert found.iterations == found.count > 0 and found.progress == 1.0
 
 
 def test_one_who_has_finished_gives_the_run_s_model_to_a_worker_that_comes_back_without_it() -> None:
