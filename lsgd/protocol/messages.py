@@ -15,7 +15,7 @@ from typing import NamedTuple, Self, get_args
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
@@ -152,7 +152,6 @@ class Request(FromWorker):
         ahead: whether it still has iterations to make. Such a request is granted at once or forgotten, never held: a
             worker that has none left asks again, with the same number.
         last: whether it wants no iteration but a round, after which it leaves.
-        rate: learning rate, if it has fallen; None: it has not, or the request is ahead.
         finished: whether its script's own loop is over, and a round has what it learned: it waits for the run's end.
         steps: length of that loop in iterations; 0: it has none, and the plan ends the run.
         call: number, from 1, of a call in which it waits for all others to make one, too; answered by :class:`Met`.
@@ -168,7 +167,6 @@ class Request(FromWorker):
     loss: float | None
     ahead: bool = False
     last: bool = False
-    rate: float | None = None
     finished: bool = False
     steps: int = 0
     call: int = 0

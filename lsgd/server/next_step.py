@@ -204,10 +204,10 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
     count = state.ledger.count
     progress = state.progress(state.now) if state.has_end else None
     steps = state.steps(len(members))
-    now, rate = state.now, _rate_of(members)
+    now = state.now
     # With Muon a delay costs little. A newcomer that downloads can follow rounds without one only.
     bears_delay = all(m.join.muon and m.synced and not m.lacking for m in members)
-    stretch = state.course.following(now, count, given, len(members), steps, progress, rate, bears_delay=bears_delay)
+    stretch = state.course.following(now, count, given, len(members), steps, progress, bears_delay=bears_delay)
     schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
         if callers := [m for m in members if m.call]:
@@ -272,9 +272,3 @@ def from_checkpoint(member: Member, origin: Origin) -> bool:
 def _overdue(state: RunState) -> bool:
     """Whether the last round has waited for ``patience_s``."""
     return bool(state.stopping) and state.now >= state.final_due_at + state.patience_s
-
-
-def _rate_of(members: Sequence[Member]) -> float | None:
-    """Return the highest learning rate of ``members``; None unless all rates have fallen."""
-    rates = [m.rate for m in members if m.rate is not None]
-    return max(rates) if len(rates) == len(members) else None

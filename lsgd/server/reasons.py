@@ -152,7 +152,6 @@ class Why(enum.Enum):
     PLANNED = "as planned"
     WARM = "the run begins with short periods"
     CLOSING = "the run ends with short periods"
-    RATE = "the learning rate has fallen to {rate:.2g}"
     UNMEASURED = "no round has been timed yet"
     MEASURED = "a round takes {round_s:.2g} s, a step {step_s:.2g} s"
 

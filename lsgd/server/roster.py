@@ -108,7 +108,6 @@ class Member:
         answer: to that request; None while there is none.
         round: until it completes the round or the round fails.
         committed: id of the last round it has completed.
-        rate: learning rate, if its last request said that the rate has fallen.
         usual: loss at the rounds so far, see :func:`lsgd.election.usual_loss`.
         met: number of the last generation in which it has completed a round, and so knows the members.
         spent: last heartbeat, with its totals; None before the first.
@@ -138,7 +137,6 @@ class Member:
     round: "OpenRound | None" = None
     committed: int = 0
     loss: float | None = None
-    rate: float | None = None
     usual: float | None = None
     met: int = 0
     times_leader: int = 0
@@ -374,7 +372,7 @@ class Roster:
         member.seq, member.answer, member.last = request.seq, None, request.last
         member.finished, member.steps = request.finished, request.steps
         member.call, member.numbers = request.call, request.numbers
-        member.loss, member.rate = request.loss, finite(request.rate)
+        member.loss = request.loss
 
     def goes_on(self, member: Member) -> None:
         """Note that a member waits in no call any more: it has an answer, or was interrupted."""

@@ -205,7 +205,7 @@ def test_the_table_of_members():
         ("period=automatic", "period = 'automatic' is not a whole number, or auto"),
         (
             "zzz=1",
-            "zzz is unknown; known: closing_share, delay, drop_outliers, error_decay, growth_coefficient, iterations, ",
+            "zzz is unknown; known: closing_share, delay, drop_outliers, error_decay, iterations, ",
         ),
     ],
 )
