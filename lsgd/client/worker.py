@@ -54,6 +54,7 @@ from lsgd.errors import (
     ServerLostError,
 )
 from lsgd.flat import FlatParameters
+from lsgd.observer import listen_if_asked, observed, observer
 from lsgd.protocol.messages import LOOP_ENDED, MAX_LOGGED, Data, Leave, Left, Status, StatusQuery
 from lsgd.run_folder import CHECKPOINTS
 from lsgd.schedulers import counts, inner
@@ -153,6 +154,7 @@ class Worker:
                 exit code 0.
             ConfigError: the model, an optimizer, a variable or a checkpoint cannot be used.
         """
+        listen_if_asked()
         island, ddp = island_of(model), ddp_of(model)
         model = bare(model)
         log_to_stderr(logging.INFO if island.is_head else logging.WARNING)
@@ -178,7 +180,9 @@ class Worker:
                     first.tell_nothing()
                 exchanged = isinstance(replica.algorithm, GradientAlgorithm)
                 first.watch(model.parameters(), replica.optimizers, exchanged=exchanged)
-                return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints, first)
+                worker = cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints, first)
+                observer().joined(worker)
+                return worker
 
     # -- what a training loop uses -----------------------------------------------------------------------------
 
@@ -246,6 +250,7 @@ class Worker:
         It is 0 in a new run, or what the join was told. A worker that resumes from a checkpoint of lsgd, joins later or
         is started again begins where the others are: ``for step in range(worker.step, max_steps)``.
         """
+        observer().reads("step")
         return self._membership.welcome.step + self._steps.rounds.grants.done
 
     @property
@@ -293,6 +298,7 @@ class Worker:
         """Where this worker's time went since it joined, and how many bytes it sent and received."""
         return self._steps.rounds.timings()
 
+    @observed
     def loader(
         self,
         dataset: Dataset[Any] | Iterable[Any],
@@ -355,6 +361,7 @@ class Worker:
                 each.over = partial(_has_ended, weakref.ref(self))
         return data
 
+    @observed
     def shard(self, data: Iterable[Any]) -> Any:
         """Return this worker's part of data: of a DataLoader one like it, of a stream a stream.
 
@@ -390,6 +397,7 @@ class Worker:
             return self._checkpoints.attend(self._ending(StreamLoader(stream, agree, self._own(options_of(data)))))
         return self._deal(shard_of(data, partial(_place, weakref.ref(self)), island.size, self._own(options_of(data))))
 
+    @observed
     def rows(self, length: int, epoch: int = 0) -> range:
         """Return this worker's rows of a dataset, for a script that draws by hand: no other worker has them.
 
@@ -405,6 +413,7 @@ class Worker:
         """
         return rows_of(length, _place(weakref.ref(self)), epoch)
 
+    @observed
     def attend(self, name: str, thing: Stateful) -> None:
         """Save an object in checkpoints from now on; if the run resumes, restore it at once. As ``extra`` of the join.
 
@@ -420,6 +429,7 @@ class Worker:
         """
         self._checkpoints.attend_extra(name, thing)
 
+    @observed
     def follow(self, thing: T, place: Callable[[], int] | None = None) -> T:
         """Let an object be where the run is, also after a resume, a restart or a late join; return it.
 
@@ -451,6 +461,7 @@ class Worker:
         self._parts.add(part)
         return part
 
+    @observed
     def batches(self, loader: Iterable[T]) -> Pass[T]:
         """Return an iterable over the loader's batches, each in its own step (:meth:`begin_step`, :meth:`end_step`).
 
@@ -535,6 +546,7 @@ class Worker:
         """End a step, after the optimizer's, and leave it to :meth:`begin_step` to get the next iteration."""
         self._steps.close_step()
 
+    @observed
     def schedule(
         self,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -602,6 +614,7 @@ class Worker:
         finally:
             gradients.muted = False
 
+    @observed
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Step aside to evaluate or to save: rounds continue without this worker until its next iteration.
@@ -612,6 +625,7 @@ class Worker:
         self._steps.pause()
         yield
 
+    @observed
     def step_aside(self) -> None:
         """Pause between two iterations, until the next one; in an island only the head's call counts.
 
@@ -622,6 +636,7 @@ class Worker:
         elif self.is_head:
             self._steps.rounds.grants.step_aside(self._steps.rounds.committed)
 
+    @observed
     def mean(self, numbers: Mapping[str, Tensor | float]) -> dict[str, float]:
         """Return the mean of each number over all workers that train, the same on all of them.
 
@@ -646,6 +661,7 @@ class Worker:
             raise ConfigError(f"mean() takes at most {MAX_LOGGED} numbers, not {len(own)}: call it several times")
         return own if self._steps.step.is_over else self._steps.meet(own)
 
+    @observed
     def barrier(self) -> None:
         """Wait, as in :meth:`mean`, until all workers that train call it, too."""
         self.mean({})
@@ -670,6 +686,7 @@ class Worker:
         )
         return dict(json.loads(answer.report))
 
+    @observed
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the whole model in host memory; after the run it is the consensus.
 
@@ -677,6 +694,7 @@ class Worker:
         """
         return full_state_dict(self._replica.model)
 
+    @observed
     def save(self, folder: Path | str | None = None, *, file_nbytes: int = FILE_NBYTES) -> list[Path] | list[str]:
         """Write the whole model (after the run, the consensus) to a folder as safetensors files; return their paths.
 
@@ -713,6 +731,7 @@ class Worker:
         """
         return self._replica.leader_state_dict()
 
+    @observed
     def leave(self) -> bool:
         """Leave before the end of the run, after giving the others what this worker has learnt.
 
@@ -727,6 +746,7 @@ class Worker:
             self._end(reason="it has completed its last round")
         return self._steps.rounds.has_consensus
 
+    @observed
     def finish(self, *, timeout_s: float = FINISH_WITHIN_S) -> bool:
         """End this script's own loop: wait until those of the other workers end, and leave the run with its consensus.
 

@@ -5,7 +5,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from typing import Literal, Self
 
@@ -16,6 +16,7 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.groups.staging import Copier, Copying, copier_of
 from lsgd.client.iteration.replica import Replica
 from lsgd.errors import ConfigError
+from lsgd.observer import observer
 from lsgd.probe import probe_loss
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME
 
@@ -207,7 +208,8 @@ class Stopwatch:
         """Count the time inside as ``spent``."""
         before = self.spend(spent)
         try:
-            yield
+            with observer().exchanging() if spent == "exchange" else nullcontext():
+                yield
         finally:
             self.spend(before)
 
