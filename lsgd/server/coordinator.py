@@ -210,7 +210,8 @@ class Coordinator:
         if self.state.moved and isinstance(message, Request):
             self.state.book.skip_to(max(message.committed, message.dropped))
             # It has learned what this server has never counted: it takes over another's model, if one has an own.
-            member.synced &= message.committed <= self.state.book.known
+            if message.committed > self.state.book.known:
+                member.falls_behind()
             if member.round is not None and message.committed > member.round.round.id:  # it has passed that round
                 endings.left_round(self.state, member, Why.PASSED_OVER)
         match message:

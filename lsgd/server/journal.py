@@ -32,7 +32,7 @@ from lsgd.server.data import DataBook
 from lsgd.server.links import Ways
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Member, MemberState, OpenRound, Roster, finite
+from lsgd.server.roster import Has, Member, MemberState, OpenRound, Roster, finite
 from lsgd.server.state import RunState
 
 LOCK_WAIT_S = 2.0
@@ -277,8 +277,6 @@ VERSION = 15
 
 _KEPT = (
     "rank",
-    "synced",
-    "lacking",
     "done",
     "committed",
     "last",
@@ -427,7 +425,7 @@ def _answer_again(state: RunState, opened: OpenRound) -> None:
 
 
 def _member(member: Member) -> dict[str, Any]:
-    return {name: getattr(member, name) for name in (*_KEPT, "granted", "seq")} | {
+    return {name: getattr(member, name) for name in (*_KEPT, "has", "granted", "seq")} | {
         "join": _fields(member.join),
         "state": member.state.name,
         "loss": finite(member.loss),
@@ -443,6 +441,7 @@ def _member_of(saved: dict[str, Any], now: float) -> Member:
         MemberState[saved["state"]],
         seq=saved["seq"],
         loss=saved["loss"],
+        has=Has(saved["has"]),
         leaving=Reason(*saved["leaving"]),
         left=Reason(*saved["left"]),
         **{name: saved[name] for name in _KEPT},

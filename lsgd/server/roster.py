@@ -79,6 +79,18 @@ for _before, _after, _ in TRANSITIONS:
     _before.next += (_after,)
 
 
+class Has(enum.IntEnum):
+    """What of the run's model a worker has; a run continues from an ``OLDER`` one or better."""
+
+    NOTHING = 0
+    PARTS = 1
+    """It has completed a global round, and lacks parts that it still downloads: it stays a newcomer."""
+    OLDER = 2
+    """A later round has been made without it, or has failed for others."""
+    WHOLE = 3
+    """It has completed the last global round, or is where the run's checkpoint is."""
+
+
 MAX_LEFT = 4096
 """How many departed workers are remembered."""
 
@@ -94,8 +106,7 @@ class Member:
         held_at: time of its last held request.
         granted: iterations granted and not yet reported done; for a STRAGGLER that has been silent since the server
             was restarted, as many as it may have made. Only the ledger changes this and ``done``.
-        synced: whether it has completed the last global round, and so has the run's model.
-        lacking: whether it lacks parts of the run's model, although it has completed a global round.
+        has: what of the run's model it has; :meth:`learns` and :meth:`falls_behind` change it.
         leaving: reason why it must leave, although the run continues.
         last: whether its request is for a round without an iteration, after which it leaves.
         finished: whether its request says that its script's own loop is over.
@@ -122,8 +133,7 @@ class Member:
     held_at: float = 0.0
     granted: int = 0
     done: int = 0
-    synced: bool = False
-    lacking: bool = False
+    has: Has = Has.NOTHING
     leaving: Reason = NO_REASON
     last: bool = False
     finished: bool = False
@@ -181,14 +191,23 @@ class Member:
         return self.left.code == Why.SILENT.code
 
     @property
-    def has_learned(self) -> bool:
-        """Whether it has a model of the run, maybe an older one."""
-        return self.committed > 0 and not self.lacking
+    def synced(self) -> bool:
+        """Whether it has the run's model."""
+        return self.has is Has.WHOLE
 
     @property
     def model(self) -> str:
-        """What such a model is, in words."""
+        """What its model is, in words."""
         return "the run's model" if self.synced else "an older model of the run"
+
+    def learns(self, *, lacking: bool = False) -> None:
+        """Note that it has completed a global round, or is where the run's checkpoint is."""
+        self.has = Has.PARTS if lacking else Has.WHOLE
+
+    def falls_behind(self) -> None:
+        """Note that the run goes on without what it has."""
+        if self.synced:
+            self.has = Has.OLDER if self.committed else Has.NOTHING
 
     @property
     def electable_loss(self) -> float:
@@ -407,7 +426,8 @@ class Roster:
         del self.left[worker]
         self.made[worker] -= member.done
         self._ended.discard((worker, incarnation))
-        member.synced &= self.generation is None or worker in self.generation.members
+        if self.generation is not None and worker not in self.generation.members:
+            member.falls_behind()
         member.rank, member.left = -1, NO_REASON
         self.members[worker] = member
         self.move(member, MemberState.STRAGGLER, Why.BACK(worker=worker, model=member.model))
@@ -467,9 +487,9 @@ by_place = attrgetter("place")
 """Sort key: the order of ranks."""
 
 
-def model_of(members: Iterable[Member]) -> int:
-    """Return the best model that one of ``members`` has: 2: the run's, 1: an older one, 0: none."""
-    return max((2 if m.synced else int(m.has_learned) for m in members), default=0)
+def model_of(members: Iterable[Member]) -> Has:
+    """Return the best model from which a run can continue that one of ``members`` has."""
+    return max((m.has for m in members if m.has is not Has.PARTS), default=Has.NOTHING)
 
 
 def elect(members: list[Member], rule: str, lot: str) -> Member:
