@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lsgd"
 LAYERS = (
     "errors",
-    "lazy output payload processors registry election settings shards probe digests means",
+    "lazy output payload processors registry election settings shards probe digests means observer",
     "scattered",
     "flat",
     "learning_rate schedulers",

@@ -117,9 +117,9 @@ class LocalSettings(Periodic):
         whole = -(-period // self.fragments) * self.fragments
         return dataclasses.replace(self, period=max(whole, self._least_period))
 
-    def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
+    def at(self, progress: float | None, period: int | None = None) -> Self:
         """Return the settings of a stretch; ``period`` counts the iterations between rounds, as the schedule does."""
-        return super().at(progress, None if period is None else period * self.fragments, rate)
+        return super().at(progress, None if period is None else period * self.fragments)
 
     @property
     def per_contributor(self) -> bool:
