@@ -184,7 +184,7 @@ class Worker:
                 exchanged = isinstance(replica.algorithm, GradientAlgorithm)
                 first.watch(model.parameters(), replica.optimizers, exchanged=exchanged)
                 worker = cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints, first)
-                observer().joined(worker)
+                observer().joined(worker, model, optimizers)
                 return worker
 
     # -- what a training loop uses -----------------------------------------------------------------------------
@@ -264,6 +264,7 @@ class Worker:
     @property
     def stopped(self) -> bool:
         """Whether the run has ended and the model is the consensus, or this worker has left the run."""
+        observer().reads("stopped")
         return self._steps.step.has_ended
 
     @property
