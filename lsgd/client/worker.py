@@ -636,7 +636,8 @@ class Worker:
         """Step aside to evaluate or to save: rounds continue without this worker until its next iteration.
 
         Pause after the step of a batch, or between two loops: an iteration that has not run is given back.
-        A worker that misses a global round takes the run's model when it comes back.
+        A worker that misses a global round takes the run's model when it comes back. Algorithms that exchange changes
+        of models (``local``, ``diloco``, ``sparse``) add what it has learned since its last round.
         """
         self._steps.pause()
         yield
