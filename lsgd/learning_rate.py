@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,20 +46,6 @@ def factor(kind: str, progress: float, warmup: float, decay: float) -> float:
 
 def _factor_at(kind: str, warmup: float, decay: float, progress: float) -> float:
     return factor(kind, progress, warmup, decay)
-
-
-class Fallen:
-    """Reports a worker's learning rate once it has fallen; a warm-up says nothing about how far models diverge."""
-
-    def __init__(self) -> None:
-        self._highest = 0.0
-
-    def rate(self, optimizers: Iterable[Any]) -> float | None:
-        """Return the highest current learning rate of these torch optimizers; None if it was never higher."""
-        rates = (group.get("lr") for o in optimizers for group in o.param_groups)  # Adafactor may have none
-        rate = max((float(each) for each in rates if each is not None), default=0.0)
-        self._highest = max(self._highest, rate)
-        return rate if rate < self._highest else None
 
 
 def set_rates(optimizer: torch.optim.Optimizer, times: float) -> None:

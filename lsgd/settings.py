@@ -21,6 +21,13 @@ AUTO = "auto"
 LARGEST = 10**15
 """The largest number in a setting: messages, JSON and floats can hold it, and sums and products of some."""
 
+GONE = {
+    "growth_coefficient": "it is gone: give the period itself, which closing_share shortens towards the end of the run",
+    "offline_iterations": "it is gone: a worker waits for its servers, and another node takes over in seconds; "
+    "server_timeout_s says for how long it waits",
+}
+"""Settings of earlier versions, and what to use instead."""
+
 _WRITTEN = {int: re.compile(r"[+-]?[0-9]+"), float: re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")}
 """How flags, variables and ``lsgd set`` write numbers: Python would read 1_000 and the digits of other scripts, too."""
 
@@ -107,11 +114,10 @@ class AlgorithmSettings:
         """Return the settings with this delay; called if the servers choose it."""
         raise NotImplementedError
 
-    def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
+    def at(self, progress: float | None, period: int | None = None) -> Self:
         """Return the settings until the next global round.
 
-        ``progress`` is None if the run has no end, or several phases; ``period`` is the servers' choice, if any;
-        ``rate`` is the workers' learning rate, if it has fallen.
+        ``progress`` is None if the run has no end, or several phases; ``period`` is the servers' choice, if any.
         """
         return self
 
@@ -144,6 +150,8 @@ def _kind(spec: dataclasses.Field[Any]) -> Any:
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return ``did you mean ...?`` with the most similar of ``names``, or a list of all if none is similar."""
+    if name in GONE:
+        return GONE[name]
     names = sorted(names)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(names)}"

@@ -10,7 +10,8 @@
 #   --out FOLDER    for table, figures and log, instead of build/gpu
 #   --keep          also puts the results in the documentation
 #
-# PYTHON names the Python that has torch and CuPy; without it, python3. Nothing is installed into it.
+# PYTHON names the Python that has torch and CuPy; without it, the one in .venv, which train.sh has made, or else python3.
+# Nothing is installed into it.
 set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
@@ -19,6 +20,9 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exit
 fi
 base=${PYTHON:-python3}
+if [[ -z ${PYTHON:-} ]] && "$root/.venv/bin/python" -c 'import torch' 2>/dev/null; then
+    base=$root/.venv/bin/python
+fi
 "$base" -c "$recent" 2>/dev/null || fail "$base is no Python of 3.11 or newer; name one: PYTHON=/path/to/python bash $0"
 environment=$root/benchmarks/gpu/environment.py
 if [[ ${1:-} == --download ]]; then

@@ -259,6 +259,14 @@ class TestEnvironment:
         done = self.run(checkout, "--help", PYTHON="/bin/false")
         assert done.returncode == 0 and "--parts 1 3" in done.stdout and "#" not in done.stdout
 
+    def test_the_environment_that_train_sh_has_made_is_taken(self, checkout):
+        python = checkout / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f'#!/bin/sh\necho "train.sh made this" >&2\nexec {sys.executable} "$@"\n')
+        python.chmod(0o755)
+        done = self.run(checkout, "--device", "cpu", PYTHON="")
+        assert "train.sh made this" in done.stderr and "lacks probe-of-gpu-sh" in done.stderr
+
     def test_another_python(self, checkout):
         done = self.run(checkout, PYTHON="/bin/false")
         assert done.returncode == 1 and "/bin/false is no Python of 3.11 or newer" in done.stderr

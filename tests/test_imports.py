@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lsgd"
 LAYERS = (
     "errors",
-    "lazy output payload processors registry election settings shards probe digests means",
+    "lazy output payload processors registry election settings shards probe digests means observer",
     "scattered",
     "flat",
     "learning_rate schedulers",
@@ -38,6 +38,7 @@ LAYERS = (
     "client/worker client/optimizer",
     "client/wrap",
     "integrations",
+    "check",
     "cli",
     "server/cli",
     "client/__init__ client/__main__ server/__main__ __init__",

@@ -127,6 +127,11 @@ def test_the_links_of_the_checkout_lead_to_folders():
         assert str((ROOT / name).readlink()) == target and (ROOT / name).is_dir()
 
 
+def test_a_citation_names_this_version():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 @slow
 def test_the_installed_wheel_trains(installed, tmp_path):
     script = tmp_path / "train.py"

@@ -26,9 +26,6 @@ LONGEST_DELAY = 0.5
 BESIDE = 0.3
 """Share of its time that a transfer beside training still costs, in processor time and memory bandwidth."""
 
-LONGEST_PERIOD, SMALLEST_RATE = 1 << 20, 1e-30
-"""Bounds of :func:`quadratic_period` when the learning rate falls to 0."""
-
 
 def period(between: str = "exchanges", default: int = 64) -> Any:
     """Declare a period; with ``auto``, which is 0, the server chooses it."""
@@ -46,9 +43,6 @@ class Periodic(AlgorithmSettings):
     closing_share: float = setting(
         0.0, "share of the run, at its end, in which the period halves down to 1; 0: none", low=0, high=0.5
     )
-    growth_coefficient: float = setting(
-        0.0, "once the learning rate falls, keep the period at or above (this / learning rate) squared; 0: off", low=0
-    )
 
     def schedule(self) -> Schedule:
         """Exchange every ``period`` steps; with ``auto`` every step until the server chooses a period."""
@@ -63,11 +57,9 @@ class Periodic(AlgorithmSettings):
         """Return the settings with this period, or the nearest valid one."""
         return dataclasses.replace(self, period=period)
 
-    def at(self, progress: float | None, period: int | None = None, rate: float | None = None) -> Self:
-        """Return the settings with the period for this learning rate, shortened if the run is on a ramp."""
+    def at(self, progress: float | None, period: int | None = None) -> Self:
+        """Return the settings with this period, shortened if the run is on a ramp."""
         most = self.period if period is None else period
-        if rate is not None:
-            most = max(most, quadratic_period(self.growth_coefficient, rate))
         return self.with_period(ramp(most, progress, self.warm_share, self.closing_share))
 
 
@@ -83,11 +75,6 @@ def ramp(period: int, progress: float | None, warm_share: float, closing_share: 
     fall = (1.0 - progress) / closing_share if closing_share else 1.0
     reached = int(period * min(rise, fall, 1.0))
     return period if reached >= period else 1 << (max(1, reached).bit_length() - 1)
-
-
-def quadratic_period(coefficient: float, rate: float) -> int:
-    """Return the period of the quadratic synchronization rule (arXiv 2310.14423), (coefficient / rate)²."""
-    return int(min((coefficient / max(rate, SMALLEST_RATE)) ** 2, LONGEST_PERIOD))
 
 
 class Exchange(NamedTuple):

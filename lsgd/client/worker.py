@@ -33,6 +33,7 @@ from lsgd.client.control.joining import (
     unwrapped,
 )
 from lsgd.client.control.replicas import bare, ddp_of
+from lsgd.client.data.deals import facts_of, facts_of_stream, place_in_script
 from lsgd.client.data.ending import EndingLoader
 from lsgd.client.data.first import FirstData, FirstSteps
 from lsgd.client.data.passes import Pass, Passes, peek, rows_of
@@ -40,6 +41,7 @@ from lsgd.client.data.randomness import OwnInEachProcess, begin_own
 from lsgd.client.data.samplers import options_of, shard_of
 from lsgd.client.data.shards import ShardLoader, length, shard_loader
 from lsgd.client.data.streams import Part, StreamLoader, is_stream
+from lsgd.client.data.trainers import TrainerData
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.reports import Timings, numbers_of
 from lsgd.client.iteration.step import Event
@@ -54,7 +56,8 @@ from lsgd.errors import (
     ServerLostError,
 )
 from lsgd.flat import FlatParameters
-from lsgd.protocol.messages import LOOP_ENDED, MAX_LOGGED, Data, Leave, Left, Status, StatusQuery
+from lsgd.observer import listen_if_asked, observed, observer
+from lsgd.protocol.messages import LOOP_ENDED, MAX_LOGGED, Data, Dealt, Leave, Left, Status, StatusQuery
 from lsgd.run_folder import CHECKPOINTS
 from lsgd.schedulers import counts, inner
 from lsgd.settings import AlgorithmSettings
@@ -111,6 +114,7 @@ class Worker:
         leave_on_errors(self)
         self._parts = weakref.WeakSet[Part]()
         self._samplers: list[Passes] = []
+        self._facts: dict[str, dict[str, str]] = {}  # last told of the data that is dealt at a place of the script
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     @classmethod
@@ -153,6 +157,7 @@ class Worker:
                 exit code 0.
             ConfigError: the model, an optimizer, a variable or a checkpoint cannot be used.
         """
+        listen_if_asked()
         island, ddp = island_of(model), ddp_of(model)
         model = bare(model)
         log_to_stderr(logging.INFO if island.is_head else logging.WARNING)
@@ -178,7 +183,9 @@ class Worker:
                     first.tell_nothing()
                 exchanged = isinstance(replica.algorithm, GradientAlgorithm)
                 first.watch(model.parameters(), replica.optimizers, exchanged=exchanged)
-                return cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints, first)
+                worker = cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints, first)
+                observer().joined(worker, model, optimizers)
+                return worker
 
     # -- what a training loop uses -----------------------------------------------------------------------------
 
@@ -246,6 +253,7 @@ class Worker:
         It is 0 in a new run, or what the join was told. A worker that resumes from a checkpoint of lsgd, joins later or
         is started again begins where the others are: ``for step in range(worker.step, max_steps)``.
         """
+        observer().reads("step")
         return self._membership.welcome.step + self._steps.rounds.grants.done
 
     @property
@@ -256,6 +264,7 @@ class Worker:
     @property
     def stopped(self) -> bool:
         """Whether the run has ended and the model is the consensus, or this worker has left the run."""
+        observer().reads("stopped")
         return self._steps.step.has_ended
 
     @property
@@ -293,6 +302,7 @@ class Worker:
         """Where this worker's time went since it joined, and how many bytes it sent and received."""
         return self._steps.rounds.timings()
 
+    @observed
     def loader(
         self,
         dataset: Dataset[Any] | Iterable[Any],
@@ -333,9 +343,10 @@ class Worker:
         loader = shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._deal(loader)
 
-    def divided(self) -> None:
-        """Say that the script's data is divided among the workers, so that the servers need not compare it."""
+    def divides(self, data: TrainerData) -> None:
+        """Say that a Trainer's data is divided among the workers: servers compare how, and not what they learn."""
         self._first.tell_nothing()
+        data.tell(self._dealt)
 
     def _own(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return a loader's options, with which its processes draw numbers of this worker's own."""
@@ -343,7 +354,15 @@ class Worker:
             return options
         return {**options, "worker_init_fn": OwnInEachProcess(init)}
 
+    def _dealt(self, where: str, facts: dict[str, str]) -> Callable[[int, str], None]:
+        """Tell the servers how data is dealt at a place of the script, unless they know; return what tells a pass."""
+        if self._facts.get(where) != facts:
+            self._facts[where] = facts
+            self._channel.send(Dealt(*self._membership.who, where, facts))
+        return partial(_tell, weakref.ref(self), where, facts)
+
     def _deal(self, loader: ShardLoader) -> ShardLoader:
+        loader.passes.tell = self._dealt(place_in_script(), facts_of(loader.dataset, loader.passes))
         loader.passes.follow(self._samplers)
         self._samplers.append(loader.passes)
         return self._checkpoints.attend(self._ending(loader))
@@ -355,6 +374,7 @@ class Worker:
                 each.over = partial(_has_ended, weakref.ref(self))
         return data
 
+    @observed
     def shard(self, data: Iterable[Any]) -> Any:
         """Return this worker's part of data: of a DataLoader one like it, of a stream a stream.
 
@@ -377,7 +397,7 @@ class Worker:
         Raises:
             ConfigError: it is neither, a dataset has fewer samples than workers, or a sampler has no length.
         """
-        self.divided()
+        self._first.tell_nothing()
         if isinstance(data, Mapping):
             return {name: self.shard(each) for name, each in data.items()}
         if isinstance(data, list | tuple) and any(isinstance(each, DataLoader) for each in data):
@@ -390,6 +410,7 @@ class Worker:
             return self._checkpoints.attend(self._ending(StreamLoader(stream, agree, self._own(options_of(data)))))
         return self._deal(shard_of(data, partial(_place, weakref.ref(self)), island.size, self._own(options_of(data))))
 
+    @observed
     def rows(self, length: int, epoch: int = 0) -> range:
         """Return this worker's rows of a dataset, for a script that draws by hand: no other worker has them.
 
@@ -403,8 +424,10 @@ class Worker:
         Raises:
             ConfigError: there are fewer rows than workers.
         """
+        self._dealt(place_in_script(), {"length": str(length)})
         return rows_of(length, _place(weakref.ref(self)), epoch)
 
+    @observed
     def attend(self, name: str, thing: Stateful) -> None:
         """Save an object in checkpoints from now on; if the run resumes, restore it at once. As ``extra`` of the join.
 
@@ -420,6 +443,7 @@ class Worker:
         """
         self._checkpoints.attend_extra(name, thing)
 
+    @observed
     def follow(self, thing: T, place: Callable[[], int] | None = None) -> T:
         """Let an object be where the run is, also after a resume, a restart or a late join; return it.
 
@@ -448,9 +472,11 @@ class Worker:
         if isinstance(stream, Part) and stream in self._parts:
             return stream
         part = self._ending(Part(stream, partial(_place, weakref.ref(self))))
+        self._dealt(place_in_script(), facts_of_stream(part.stream))
         self._parts.add(part)
         return part
 
+    @observed
     def batches(self, loader: Iterable[T]) -> Pass[T]:
         """Return an iterable over the loader's batches, each in its own step (:meth:`begin_step`, :meth:`end_step`).
 
@@ -484,6 +510,7 @@ class Worker:
                     batch = next(source)
                 except StopIteration:
                     return
+                self._first.note(batch)
                 yield batch
                 left -= 1
                 if left and not self.end_step():
@@ -535,6 +562,7 @@ class Worker:
         """End a step, after the optimizer's, and leave it to :meth:`begin_step` to get the next iteration."""
         self._steps.close_step()
 
+    @observed
     def schedule(
         self,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
@@ -602,16 +630,19 @@ class Worker:
         finally:
             gradients.muted = False
 
+    @observed
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Step aside to evaluate or to save: rounds continue without this worker until its next iteration.
 
         Pause after the step of a batch, or between two loops: an iteration that has not run is given back.
-        A worker that misses a global round takes the run's model when it comes back.
+        A worker that misses a global round takes the run's model when it comes back. Algorithms that exchange changes
+        of models (``local``, ``diloco``, ``sparse``) add what it has learned since its last round.
         """
         self._steps.pause()
         yield
 
+    @observed
     def step_aside(self) -> None:
         """Pause between two iterations, until the next one; in an island only the head's call counts.
 
@@ -622,6 +653,7 @@ class Worker:
         elif self.is_head:
             self._steps.rounds.grants.step_aside(self._steps.rounds.committed)
 
+    @observed
     def mean(self, numbers: Mapping[str, Tensor | float]) -> dict[str, float]:
         """Return the mean of each number over all workers that train, the same on all of them.
 
@@ -646,6 +678,7 @@ class Worker:
             raise ConfigError(f"mean() takes at most {MAX_LOGGED} numbers, not {len(own)}: call it several times")
         return own if self._steps.step.is_over else self._steps.meet(own)
 
+    @observed
     def barrier(self) -> None:
         """Wait, as in :meth:`mean`, until all workers that train call it, too."""
         self.mean({})
@@ -670,6 +703,7 @@ class Worker:
         )
         return dict(json.loads(answer.report))
 
+    @observed
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the whole model in host memory; after the run it is the consensus.
 
@@ -677,6 +711,7 @@ class Worker:
         """
         return full_state_dict(self._replica.model)
 
+    @observed
     def save(self, folder: Path | str | None = None, *, file_nbytes: int = FILE_NBYTES) -> list[Path] | list[str]:
         """Write the whole model (after the run, the consensus) to a folder as safetensors files; return their paths.
 
@@ -713,6 +748,7 @@ class Worker:
         """
         return self._replica.leader_state_dict()
 
+    @observed
     def leave(self) -> bool:
         """Leave before the end of the run, after giving the others what this worker has learnt.
 
@@ -727,6 +763,7 @@ class Worker:
             self._end(reason="it has completed its last round")
         return self._steps.rounds.has_consensus
 
+    @observed
     def finish(self, *, timeout_s: float = FINISH_WITHIN_S) -> bool:
         """End this script's own loop: wait until those of the other workers end, and leave the run with its consensus.
 
@@ -844,6 +881,12 @@ def _place(me: "weakref.ref[Worker]") -> tuple[int, int]:
     assert worker is not None, "the loader has outlived its worker"
     island, (part, parts) = worker._membership.island, worker.part
     return part + parts * island.rank, parts * island.size
+
+
+def _tell(me: "weakref.ref[Worker]", where: str, facts: dict[str, str], epoch: int, order: str) -> None:
+    """Tell the servers the order of a pass."""
+    if (worker := me()) is not None:
+        worker._channel.send(Dealt(*worker._membership.who, where, facts, epoch, order))
 
 
 def _has_ended(me: "weakref.ref[Worker]") -> bool:

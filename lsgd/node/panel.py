@@ -56,11 +56,11 @@ class Panel(threading.Thread):
         shown_at = -math.inf
         keys = connector_keys(self._address, None, OPERATOR, insecure=self._insecure)
         with Reader(self._address, keys) as reader:
-            while run.state != "over" and not self._closing.is_set():
+            while run.now.state != "over" and not self._closing.is_set():
                 batch = reader.read(EVERY_S)
                 run.take(batch)
                 now = time.monotonic()
-                if run.run and not batch.more and now - shown_at >= EVERY_S:
+                if run.now.run and not batch.more and now - shown_at >= EVERY_S:
                     shown_at = now
                     self._screen.panel(frame(run, *self._screen.size()).splitlines())
 
@@ -71,8 +71,8 @@ def frame(run: RunView, columns: int, rows: int) -> str:
     lines = []
     if not run.connected:
         lines.append(Text("the global server does not answer; training continues as far as it can", "yellow"))
-    elif run.state != "running" or run.code.partition(".")[0] not in _UNREMARKABLE:
-        lines.append(Text(f"{run.state}: {run.reason}", "yellow"))
+    elif run.now.state != "running" or run.now.code.partition(".")[0] not in _UNREMARKABLE:
+        lines.append(Text(f"{run.now.state}: {run.now.reason}", "yellow"))
     workers = list(run.workers.values())
     most = max(1, rows // 2 - 3)
     if len(workers) > most:  # workers with a problem first
@@ -90,21 +90,21 @@ def frame(run: RunView, columns: int, rows: int) -> str:
 
 def _progress(run: RunView) -> Table:
     """Return one line: a bar if the length is known, iterations, rate, time left, loss."""
-    has_end = bool(run.iterations or run.share)
-    cells = [f"{run.share:.0%}"] * has_end
-    cells.append(f"{run.count}/{run.iterations}" if run.iterations else f"{run.count} iterations")
+    has_end = bool(run.now.iterations or run.now.progress)
+    cells = [f"{run.now.progress:.0%}"] * has_end
+    cells.append(f"{run.now.count}/{run.now.iterations}" if run.now.iterations else f"{run.now.count} iterations")
     if run.rate:
         cells.append(f"{run.rate:.3g}/s")
-    if run.state == "running" and run.left_s is not None:
+    if run.now.state == "running" and run.left_s is not None:
         cells.append(f"{duration(round(run.left_s))} left")
-    if run.loss is not None:
-        cells.append(f"loss {run.loss:.4g}")
+    if run.now.loss is not None:
+        cells.append(f"loss {run.now.loss:.4g}")
     line = Table.grid(expand=has_end, padding=(0, 2, 0, 0))
     if has_end:
         line.add_column(ratio=1)
     for _ in cells:
         line.add_column(no_wrap=True)
-    line.add_row(*[ProgressBar(total=1.0, completed=run.share)] * has_end, *cells)
+    line.add_row(*[ProgressBar(total=1.0, completed=run.now.progress)] * has_end, *cells)
     return line
 
 

@@ -25,12 +25,12 @@ from lsgd.algorithms.local import LocalSettings
 from lsgd.codecs import CODECS
 from lsgd.errors import ConfigError
 from lsgd.plan.run import RunSettings
-from lsgd.settings import LARGEST, AlgorithmSettings, checked, fields, nearest, shown, values
+from lsgd.settings import GONE, LARGEST, AlgorithmSettings, checked, fields, nearest, shown, values
 
 VARIABLE_PREFIX = "LSGD_"
 OTHER_VARIABLES = frozenset(
     {"LSGD_LOCAL", "LSGD_NODE", "LSGD_RANK", "LSGD_LOCAL_RANK", "LSGD_DEVICE", "LSGD_RUN_DIR", "LSGD_PLAN"}
-    | {"LSGD_TOKEN", "LSGD_KEYS", "LSGD_RESUME", "LSGD_RESTARTED", "LSGD_SOLO", "LSGD_ISLAND"}
+    | {"LSGD_TOKEN", "LSGD_KEYS", "LSGD_RESUME", "LSGD_RESTARTED", "LSGD_SOLO", "LSGD_ISLAND", "LSGD_CHECK"}
 )
 """Variables that are not settings of the plan: the place of a process, its keys, and its checkpoints."""
 
@@ -57,12 +57,6 @@ class Plan:
     def __post_init__(self) -> None:
         if self.run.offload:
             self._check_offload()
-        names = [p.algorithm.name for p in self.phases if p.algorithm.schedule().lockstep]
-        if self.run.offline_iterations and names:
-            raise ConfigError(
-                f"offline_iterations = {self.run.offline_iterations}, but every iteration of {names[0]} is a "
-                f"round of all workers, so no worker can make one on its own; set offline_iterations to 0"
-            )
 
     def _check_offload(self) -> None:
         if self.run.transport == "nccl":
@@ -327,10 +321,10 @@ def setting_names() -> list[str]:
 
 def check_variables(environ: Mapping[str, str]) -> None:
     """Raise ConfigError for an unknown variable that begins with ``LSGD_``, which is likely a typo."""
-    names = {*map(variable, setting_names()), *OTHER_VARIABLES}
+    names, gone = {*map(variable, setting_names()), *OTHER_VARIABLES}, {variable(name): name for name in GONE}
     for key in environ:
         if key.startswith(VARIABLE_PREFIX) and key not in names:
-            raise ConfigError(f"the variable {key} is unknown; {nearest(key, names)}")
+            raise ConfigError(f"the variable {key} is unknown; {nearest(gone.get(key, key), names)}")
 
 
 def _from_variables(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:

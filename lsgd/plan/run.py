@@ -113,12 +113,6 @@ class RunSettings:
         low=0,
         high=1 << 20,
     )
-    offline_iterations: int = setting(
-        0,
-        "iterations that a worker makes on its own while its servers are silent, before it waits",
-        low=0,
-        high=1 << 30,
-    )
 
     @property
     def has_end(self) -> bool:

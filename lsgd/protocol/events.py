@@ -101,25 +101,6 @@ class SettingsChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class PeriodChosen:
-    """The period and the delay from now on, or another reason for the same ones."""
-
-    period: int
-    code: str
-    reason: str
-    delay: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class PhaseBegan:
-    """The phase ``number`` of the plan, from 1, begins after ``count`` iterations, with another algorithm."""
-
-    number: int
-    algorithm: str
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
 class RunChanged:
     """The run is ``waiting`` (for workers), ``running``, ``stopping`` or ``over`` from now on."""
 
@@ -167,31 +148,60 @@ class WorkerProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class Summary:
+    """The run as a whole at a moment: the same names in reports, events, files, the page and the metrics.
+
+    Args:
+        run: identity of the run; empty: nothing is known of it yet.
+        state: ``waiting``, ``running``, ``stopping`` or ``over``.
+        code, reason: obstacle that it waits for, or reason why it ends.
+        period: iterations of a worker between global rounds; ``period_reason``: why this period and delay.
+        delay: iterations from a round until its result is applied.
+        count: iterations made by all.
+        iterations: limit; 0: there is none.
+        progress: completed part of the run, 0 to 1.
+        participation: mean share of the run's workers that were members of the last global rounds; None: unknown.
+        loss: mean of the finite losses at the last global round; None: there are none.
+        seconds: time since the first round; 0 before it.
+        rounds_local, rounds_global: rounds ordered.
+        term: number of this server's term, and the node that it is on.
+        generation: number of the last one; 0: there was none. ``nodes``: its nodes.
+    """
+
+    run: str = ""
+    state: str = ""
+    code: str = ""
+    reason: str = ""
+    algorithm: str = ""
+    period: int = 0
+    delay: int = 0
+    period_reason: str = ""
+    count: int = 0
+    iterations: int = 0
+    progress: float = 0.0
+    participation: float | None = None
+    loss: float | None = None
+    seconds: float = 0.0
+    rounds_local: int = 0
+    rounds_global: int = 0
+    term: int = 0
+    served_by: int = 0
+    generation: int = 0
+    nodes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class RunProgress:
     """How far the run is, every second (less often with more than 1,000 workers).
 
     Args:
-        seconds: time since the first round; 0 before it.
-        state: as in :class:`RunChanged`.
-        reason: obstacle that it waits for, or reason why it ends.
-        count: iterations made by all.
-        iterations: limit; 0: there is none.
-        share: completed part of the run, 0 to 1.
         workers: at most 4,096, in rank order.
         logged: numbers that scripts have logged (``worker.log``), by name: the mean over live workers that have one.
-        participation: mean share of the run's workers that were members of the last global rounds; None: unknown.
     """
 
-    seconds: float
-    state: str
-    code: str
-    reason: str
-    count: int
-    iterations: int
-    share: float
+    run: Summary
     workers: tuple[WorkerProgress, ...]
     logged: dict[str, float] = field(default_factory=dict)
-    participation: float | None = None
 
 
 Happening = (
@@ -202,8 +212,6 @@ Happening = (
     | RoundCompleted
     | RoundFailed
     | SettingsChanged
-    | PeriodChosen
-    | PhaseBegan
     | RunChanged
     | Note
     | RunProgress

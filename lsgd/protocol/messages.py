@@ -15,7 +15,7 @@ from typing import NamedTuple, Self, get_args
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
@@ -129,7 +129,7 @@ class Data(FromWorker):
     """Digests of what a worker learned first; they reveal two workers that learn the same thing twice.
 
     Args:
-        digest: of the gradients of its first step.
+        digest: of the gradients of its first step; or ``data`` again, of several steps whose data differs.
         data: of the first data that it drew, or that its model got; empty: unknown.
         noise: of its random numbers at that step; empty: unknown.
     """
@@ -137,6 +137,23 @@ class Data(FromWorker):
     digest: str
     data: str = ""
     noise: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt(FromWorker):
+    """How a worker deals data that lsgd divides; all must deal alike, because each takes its part of it.
+
+    Args:
+        where: place in the script where it is divided, such as ``train.py:31``.
+        facts: what is dealt and how, by name: its length, a digest of its rows, the sampler, its first order, the seed.
+        epoch: number of the pass.
+        order: digest of the order of that pass; empty: it follows from the facts.
+    """
+
+    where: str
+    facts: dict[str, str]
+    epoch: int = 0
+    order: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +169,6 @@ class Request(FromWorker):
         ahead: whether it still has iterations to make. Such a request is granted at once or forgotten, never held: a
             worker that has none left asks again, with the same number.
         last: whether it wants no iteration but a round, after which it leaves.
-        rate: learning rate, if it has fallen; None: it has not, or the request is ahead.
         finished: whether its script's own loop is over, and a round has what it learned: it waits for the run's end.
         steps: length of that loop in iterations; 0: it has none, and the plan ends the run.
         call: number, from 1, of a call in which it waits for all others to make one, too; answered by :class:`Met`.
@@ -168,7 +184,6 @@ class Request(FromWorker):
     loss: float | None
     ahead: bool = False
     last: bool = False
-    rate: float | None = None
     finished: bool = False
     steps: int = 0
     call: int = 0
@@ -701,7 +716,7 @@ class Status:
     report: str
 
 
-Upward = Join | Data | Request | Heartbeat | Done | Pause | Leave | Put | Get
+Upward = Join | Data | Dealt | Request | Heartbeat | Done | Pause | Leave | Put | Get
 """What a worker sends."""
 
 Downward = (
@@ -764,6 +779,7 @@ Message = (
     | Copy
     | Meet
     | Moved
+    | Dealt
 )
 """Every message; its position is its kind on the wire."""
 

@@ -178,7 +178,6 @@ class Course:
         members: int,
         steps: float,
         progress: float | None,
-        rate: float | None,
         *,
         bears_delay: bool,
     ) -> Stretch:
@@ -186,7 +185,7 @@ class Course:
 
         A phase in lockstep ends when too few iterations are left for one of each member. ``given``: iterations of the
         run, granted ones included; ``steps``: of a member in the whole run; ``progress``: None if it has no end;
-        ``rate``: of its members, if it has fallen; ``bears_delay``: whether a delay may be chosen.
+        ``bears_delay``: whether a delay may be chosen.
         """
         number, planned, pace = self.number, self.next_algorithm, self.pace.at(now, count)
         while self.ends[number] - given < (members if planned.schedule().lockstep else 1):
@@ -200,10 +199,8 @@ class Course:
         fixed = None if planned.period_is_auto else schedule.period
         why = pace.choose(members, steps, fixed, delay, schedule.parts)
         period = pace.period if planned.period_is_auto else None
-        algorithm = planned.at(progress, period, rate)
-        if rate is not None and planned.at(None, period, rate) != planned.at(None, period):
-            why = Why.RATE(rate=rate)
-        if progress is not None and algorithm != planned.at(None, period, rate):
+        algorithm = planned.at(progress, period)
+        if progress is not None and algorithm != planned.at(None, period):
             why = Why.WARM() if progress < 0.5 else Why.CLOSING()
         if planned.delay_is_auto:
             algorithm = algorithm.with_delay(min(pace.delay, int(LONGEST_DELAY * algorithm.schedule().period)))

@@ -13,7 +13,7 @@ from typing import Any
 
 from lsgd.means import mean_of_finite
 from lsgd.output import append, write_whole
-from lsgd.protocol.events import RoundOrdered, RunProgress, WorkerProgress
+from lsgd.protocol.events import RoundOrdered, RunProgress, Summary, WorkerProgress
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME, MAX_NBYTES, Heartbeat
 from lsgd.run_folder import METRICS, RESULT
 from lsgd.server.next_step import waits_for
@@ -35,61 +35,59 @@ def report(state: RunState, now: float, stream: Mapping[str, Any] | None = None)
     elections = list(state.book.elections)
     step = -(-len(elections) // MAX_LEADERS) or 1
     leaders = [entry(election) for election in elections[::-step][::-1]]
-    document = summary(state, now) | {"leaders": leaders, "stream": dict(stream or {})}
-    text = json.dumps(document)
+    whole = document(state, now) | {"leaders": leaders, "stream": dict(stream or {})}
+    text = json.dumps(whole)
     if len(text) > MAX_NBYTES * 3 // 4:  # thousands of workers: drop the history's losses first
-        text = json.dumps(document | {"leaders": [leader | {"losses": {}} for leader in leaders]})
+        text = json.dumps(whole | {"leaders": [leader | {"losses": {}} for leader in leaders]})
     return text
 
 
-def summary(state: RunState, now: float) -> dict[str, Any]:
+def document(state: RunState, now: float) -> dict[str, Any]:
     """Return the run's state without its rounds."""
-    roster, book = state.roster, state.book
-    reason = state.stopping or waits_for(state, now)
+    roster = state.roster
     return {
-        "run": state.run,
-        "state": state.stage,
-        "reason": reason,
-        "code": reason.code,
-        "algorithm": state.course.algorithm.name,
-        "period": state.course.schedule.period,
-        "delay": state.course.schedule.delay,
-        "period_reason": state.course.why,
-        "count": state.ledger.count,
-        "iterations": state.expected,
-        "progress": state.progress(now),
-        "participation": book.participation,
-        "loss": _loss(book.elections),
-        "seconds": state.elapsed_s(now),
-        "rounds_local": book.ordered["local"],
-        "rounds_global": book.ordered["global"],
-        "term": state.terms[-1].number,
-        "served_by": state.terms[-1].node,
-        "generation": roster.generation.number if roster.generation else 0,
-        "nodes": len(roster.queues),
+        **asdict(summary(state, now)),
         "ways": state.ways.shown(),
         "events": state.events,
         "members": [_line(roster, m, now) for m in sorted((roster.left | roster.members).values(), key=by_place)],
     }
 
 
-def progress(state: RunState, now: float, departed: Collection[str] = ()) -> RunProgress:
-    """Return how far the run is; ``departed``: workers to include although they have left."""
-    roster, reason = state.roster, state.stopping or waits_for(state, now)
-    gone = [m for name, m in roster.left.items() if name in departed and name not in roster.members]
-    members = sorted([*roster.members.values(), *gone], key=by_place)[:MAX_PROGRESS_WORKERS]
-    return RunProgress(
-        seconds=state.elapsed_s(now),
+def summary(state: RunState, now: float) -> Summary:
+    """Return the run's state as a whole."""
+    roster, book, course = state.roster, state.book, state.course
+    reason = state.stopping or waits_for(state, now)
+    return Summary(
+        run=state.run,
         state=state.stage,
         code=reason.code,
         reason=str(reason),
+        algorithm=course.algorithm.name,
+        period=course.schedule.period,
+        delay=course.schedule.delay,
+        period_reason=str(course.why),
         count=state.ledger.count,
         iterations=state.expected,
-        share=state.progress(now),
-        workers=tuple(_progress_of(roster, member, now) for member in members),
-        logged=_logged(members),
-        participation=state.book.participation,
+        progress=state.progress(now),
+        participation=book.participation,
+        loss=_loss(book.elections),
+        seconds=state.elapsed_s(now),
+        rounds_local=book.ordered["local"],
+        rounds_global=book.ordered["global"],
+        term=state.terms[-1].number,
+        served_by=state.terms[-1].node,
+        generation=roster.generation.number if roster.generation else 0,
+        nodes=len(roster.queues),
     )
+
+
+def progress(state: RunState, now: float, departed: Collection[str] = ()) -> RunProgress:
+    """Return how far the run is; ``departed``: workers to include although they have left."""
+    roster = state.roster
+    gone = [m for name, m in roster.left.items() if name in departed and name not in roster.members]
+    members = sorted([*roster.members.values(), *gone], key=by_place)[:MAX_PROGRESS_WORKERS]
+    workers = tuple(_progress_of(roster, member, now) for member in members)
+    return RunProgress(summary(state, now), workers, _logged(members))
 
 
 def _logged(members: Iterable[Member]) -> dict[str, float]:
@@ -197,7 +195,7 @@ class Record:
         try:
             self._append(state)
             if last or now - self._written_at >= RESULT_EVERY_S:
-                self._write(summary(state, now))
+                self._write(document(state, now))
                 self._written_at = now
         except OSError as error:
             self._retry_at = now + RETRY_EVERY_S

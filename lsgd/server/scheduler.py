@@ -6,7 +6,7 @@ This file implements rules 2 to 4, 6 and 10 to 16 at the top of :mod:`lsgd.serve
 import math
 from collections.abc import Iterable, Sequence
 
-from lsgd.protocol.events import GenerationBegan, PeriodChosen, PhaseBegan
+from lsgd.protocol.events import GenerationBegan
 from lsgd.protocol.messages import Round
 from lsgd.server import answers, meeting, next_step
 from lsgd.server.books import election, line, roles
@@ -113,27 +113,23 @@ def _train(state: RunState, step: next_step.Train) -> None:
 
 def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] = ()) -> None:
     """Begin a stretch of the plan, and dismiss members that leave before it."""
-    course, before = state.course, (state.course.schedule, state.course.why)
+    course, before = state.course, state.course.schedule
     if stretch.number != course.number:
         _begin_phase(state, stretch.number, stretch.algorithm.name)
         begins_anew = state.roster.generation is not None and not same_form(course.algorithm, stretch.algorithm)
-        state.book.averages |= begins_anew and not before[0].identical
+        state.book.averages |= begins_anew and not before.identical
     course.begin(stretch)
     for member in leaving:
         state.roster.dismiss(member, Why.GOES_ON())
         answers.dismiss(state, member)
     period, delay = course.schedule.period, course.schedule.delay
-    same = (period, delay) == (before[0].period, before[0].delay)
-    if not same or course.why != before[1]:
-        state.happened(PeriodChosen(period, course.why.code, str(course.why), delay))
-    if not same:
+    if (period, delay) != (before.period, before.delay):
         state.note(Why.PERIOD(period=period, delay=f" with a delay of {delay}" if delay else "", reason=course.why))
 
 
 def _begin_phase(state: RunState, number: int, algorithm: str) -> None:
     """Tell that a phase begins, or begins again."""
     state.book.fresh = True
-    state.happened(PhaseBegan(number + 1, algorithm, state.ledger.count))
     state.note(Why.PHASE(number=number + 1, algorithm=algorithm, count=state.ledger.count))
 
 
@@ -186,7 +182,8 @@ def _order(
         state.moved = False
         state.ledger.unheard = 0  # all members have reported what they made
         for member in state.roster.members.values():
-            member.synced &= member.rank >= 0
+            if member.rank < 0:
+                member.falls_behind()
     for member in members:
         answers.order(state, member, order)
 
@@ -239,7 +236,10 @@ def _go_back(state: RunState, step: next_step.GoBack) -> None:
             _begin_phase(state, course.number, course.next_algorithm.name)
     state.lost_at = 0.0
     for member in step.members:
-        member.synced = next_step.from_checkpoint(member, step.origin)
+        if next_step.from_checkpoint(member, step.origin):
+            member.learns()
+        else:
+            member.falls_behind()
 
 
 def _lose_model(state: RunState, *, fails: bool) -> None:

@@ -21,7 +21,6 @@ from lsgd.collectives.topology import first_ranks, node_ranks
 from lsgd.election import standing, usual_loss
 from lsgd.errors import ConfigError, ExchangeError
 from lsgd.flat import FlatParameters, floating_buffers
-from lsgd.learning_rate import Fallen
 from lsgd.probe import probe_loss
 from lsgd.protocol.messages import Generation, Round
 from lsgd.settings import AlgorithmSettings
@@ -225,7 +224,6 @@ class SimulatedWorker:
         self.algorithm = settings.create(parameters, run)
         self.algorithm.muon = is_muon([optimizer])
         self.steps = 0
-        self._fallen = Fallen()
         self._planned, self._steps_in_all, self._speed = settings, steps, speed
         self._stretch_began = 0  # the step of the last global round
         self._apply(settings)
@@ -287,8 +285,7 @@ class SimulatedWorker:
         """Apply the settings that hold until the next global round."""
         self._stretch_began = self.steps
         in_all = self._steps_in_all * self._speed
-        rate = self._fallen.rate([self.optimizer]) if self.steps else None
-        self.algorithm.settings = self._planned.at(self.steps / in_all if in_all else None, rate=rate)
+        self.algorithm.settings = self._planned.at(self.steps / in_all if in_all else None)
         self._apply(self.algorithm.settings)
 
     def _apply(self, settings: AlgorithmSettings) -> None:

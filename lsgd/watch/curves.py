@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lsgd.errors import ConfigError, JoinError
 from lsgd.means import mean_of_finite
-from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered, RunProgress
+from lsgd.protocol.events import Event, RoundCompleted, RoundOrdered, RunProgress
 from lsgd.protocol.sockets import ConnectorKeys
 from lsgd.run_folder import CURVES, METRICS
 from lsgd.server.daemon import Ending, Signals
@@ -46,13 +46,9 @@ class Curves:
         self.view = RunView()
         self._round = 0
         self._open: dict[int, int] = {}  # count of each round that has not ended, as far as known
-        self._count = 0
-        self._as_of = 0  # the view's period is valid after this event
 
     def take(self, batch: Batch) -> Iterator[Point]:
         """Yield the points of a batch, in order."""
-        if batch.report is not None:
-            self._as_of = batch.report["stream"]["last"]
         for event in self.view.taken(batch):
             count, values = self._values(event)
             if values:
@@ -70,12 +66,8 @@ class Curves:
             case RoundCompleted(number, took_s, sent_nbytes) if number in self._open:
                 values = {"round/seconds": took_s, "round/sent_bytes": sent_nbytes}
                 return self._open.pop(number), {name: float(x) for name, x in values.items() if x is not None}
-            case PeriodChosen(period):
-                return self._count, {"period": float(period)}
             case RunProgress():
-                self._count = event.what.count
-                now = {"period": float(self.view.period)} if event.seq > self._as_of else {}
-                return self._count, self._progress(event.what) | now
+                return event.what.run.count, self._progress(event.what)
         return 0, {}
 
     def _ordered(self, order: RoundOrdered) -> dict[str, float]:
@@ -95,7 +87,8 @@ class Curves:
         totals = [worker.totals.last for worker in self.view.workers.values() if worker.totals.last is not None]
         rate = self.view.rate
         return {
-            "progress": now.share,
+            "progress": now.run.progress,
+            "period": float(now.run.period),
             **({} if rate is None else {"iterations_per_second": rate}),
             "workers": float(sum(each.state in TAKES_PART for each in now.workers)),
             "bytes/sent": float(sum(total.sent_nbytes for total in totals)),
@@ -257,7 +250,7 @@ def _log(reader: Reader, folder: Path, run_dir: Path, names: Sequence[str], endi
         for points in _follow(reader, curves, run_dir, ending):
             if not loggers:
                 for name in names:
-                    loggers.append(LOGGERS[name](folder, curves.view.run))
+                    loggers.append(LOGGERS[name](folder, curves.view.now.run))
                     stack.callback(loggers[-1].close)
             for point in points:
                 count += 1
@@ -274,25 +267,25 @@ def _follow(reader: Reader, curves: Curves, run_dir: Path, ending: Ending) -> It
     while not ending.received:
         batch = reader.read(0.25)
         now = time.monotonic()
-        if batch.report is not None and view.run not in ("", batch.report["run"]):
+        if batch.report is not None and view.now.run not in ("", batch.report["run"]):
             return  # another run
         points = list(curves.take(batch))
-        if view.run and (batch.report is not None or points):
+        if view.now.run and (batch.report is not None or points):
             yield points
-        if view.state == "over" and not batch.more:
+        if view.now.state == "over" and not batch.more:
             over_at = over_at or now
             if now - over_at >= READ_ON_S or not batch.connected:
                 return
         if batch.connected:
             heard_at = now
-        elif _is_over(run_dir, view.run):
+        elif _is_over(run_dir, view.now.run):
             break
-        elif not view.run and now - heard_at > FIRST_WITHIN_S:
+        elif not view.now.run and now - heard_at > FIRST_WITHIN_S:
             raise JoinError(f"no global server has answered for {now - heard_at:.0f} s: is it the right address?")
         elif now - heard_at > AWAY_FOR_S:
             raise JoinError(f"the global server has been silent for {now - heard_at:.0f} s; its curves end there")
-    if view.run and view.state != "over":  # it ended before it could tell us
-        yield list(curves.rounds(time.time(), _written(run_dir / METRICS, view.run)))
+    if view.now.run and view.now.state != "over":  # it ended before it could tell us
+        yield list(curves.rounds(time.time(), _written(run_dir / METRICS, view.now.run)))
 
 
 def _is_over(folder: Path, run: str) -> bool:

@@ -100,8 +100,8 @@ class Counters:
             case RunChanged(state):
                 self._ends = state in ("stopping", "over")
             case RunProgress():
-                self._ends = what.state in ("stopping", "over")
-                self.made(what.count)
+                self._ends = what.run.state in ("stopping", "over")
+                self.made(what.run.count)
                 for each in what.workers:
                     self.done[each.worker] = max(self.done[each.worker], each.done)
             case WorkerJoined():

@@ -59,7 +59,7 @@ class _Families:
 
     def collect(self) -> Iterator["Metric"]:
         yield _gauge("connected", "Whether the global server answers.", self._view.connected)
-        if self._view.run:
+        if self._view.now.run:
             workers = list(islice(self._view.workers.values(), MAX_WORKERS))
             yield from _run(self._view)
             yield from _rounds(self._view)
@@ -68,21 +68,24 @@ class _Families:
 
 
 def _run(view: RunView) -> Iterator["Metric"]:
-    info = {(view.run, view.algorithm): 1}
+    now = view.now
+    info = {(now.run, now.algorithm): 1}
     yield _gauge("run_info", "The run, and the algorithm of its current phase.", info, "run", "algorithm")
-    states = {(state,): state == view.state for state in RUN_STATES}
+    states = {(state,): state == now.state for state in RUN_STATES}
     yield _gauge("run_state", "State of the run.", states, "state")
-    yield _gauge("run_progress_ratio", "Share of the run that is made.", view.share)
-    help_ = "Mean share of the run's workers that were members of the last global rounds."
-    yield _gauge("run_participation_ratio", help_, view.participation)
-    yield _gauge("run_elapsed_seconds", "Time since the first round.", view.seconds)
     yield _gauge("run_remaining_seconds", "Time that is left at the present pace.", view.left_s)
-    yield _gauge("run_iterations_limit", "Iterations that the run ends after; 0: there is no limit.", view.iterations)
-    yield _gauge("run_period_iterations", "Iterations of a worker between two global rounds.", view.period)
-    yield _gauge("run_delay_iterations", "Iterations from a round until its result is applied.", view.delay)
-    yield _gauge("run_generation", "Number of the generation.", view.generation)
-    yield _gauge("run_nodes", "Nodes in the generation.", view.nodes)
-    yield _gauge("run_loss", "Mean of the workers' losses at the last global round.", view.loss)
+    for name, of, help_ in (
+        ("progress_ratio", "progress", "Share of the run that is made."),
+        ("participation_ratio", "participation", "Mean share of the workers that took part in the last global rounds."),
+        ("elapsed_seconds", "seconds", "Time since the first round."),
+        ("iterations_limit", "iterations", "Iterations that the run ends after; 0: there is no limit."),
+        ("period_iterations", "period", "Iterations of a worker between two global rounds."),
+        ("delay_iterations", "delay", "Iterations from a round until its result is applied."),
+        ("generation", "generation", "Number of the generation."),
+        ("nodes", "nodes", "Nodes in the generation."),
+        ("loss", "loss", "Mean of the workers' losses at the last global round."),
+    ):
+        yield _gauge(f"run_{name}", help_, getattr(now, of))
     yield _counter("iterations", "Iterations made by all, those made again included.", view.counters.iterations)
     yield _counter("server_restarts", "How often the global server was started again.", view.counters.restarts)
     yield _counter("events_lost", "Events that were gone before they were read.", view.lost)
@@ -93,7 +96,7 @@ def _run(view: RunView) -> Iterator["Metric"]:
 def _rounds(view: RunView) -> Iterator["Metric"]:
     from prometheus_client.core import HistogramMetricFamily
 
-    ordered = {("local",): view.rounds_local, ("global",): view.rounds_global}
+    ordered = {("local",): view.now.rounds_local, ("global",): view.now.rounds_global}
     yield _counter("rounds", "Rounds that were ordered.", ordered, "scope")
     took = HistogramMetricFamily("lsgd_round_seconds", "Time from a round's order to its completion.", labels=["scope"])
     for scope, histogram in view.counters.took.items():
@@ -202,6 +205,6 @@ def serve(address: str, keys: ConnectorKeys | None, host: str, port: int, say: C
                 batch = reader.read(0.25)
                 with lock:
                     view.take(batch)
-                over_at = (over_at or time.monotonic()) if view.state == "over" else None
+                over_at = (over_at or time.monotonic()) if view.now.state == "over" else None
         finally:
             server.shutdown()

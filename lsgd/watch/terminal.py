@@ -36,31 +36,32 @@ def watch(address: str, keys: ConnectorKeys | None = None) -> Iterator[RunView]:
     run = RunView()
     shown_at, heard_at = -math.inf, time.monotonic()
     with reader.Reader(address, keys) as stream:
-        while run.state != "over":
+        while run.now.state != "over":
             batch = stream.read(0.5)
             run.take(batch)
             now = time.monotonic()
             if batch.connected:
                 heard_at = now
-            elif now - heard_at > (AWAY_FOR_S if run.run else reader.ANSWER_WITHIN_S):
+            elif now - heard_at > (AWAY_FOR_S if run.now.run else reader.ANSWER_WITHIN_S):
                 raise JoinError(reader.silent(address, now - heard_at))
-            if run.run and not batch.more and (now - shown_at >= WATCH_EVERY_S or run.state == "over"):
+            if run.now.run and not batch.more and (now - shown_at >= WATCH_EVERY_S or run.now.state == "over"):
                 shown_at = now
                 yield run
 
 
 def view(run: RunView) -> Group:
     """Return the state of a run to print: what it waits for, its progress, and a table of the workers."""
-    limit = f" of {run.iterations}" if run.iterations else ""
-    rate = run.rate if run.rate is not None else run.made / run.seconds if run.seconds else 0.0
+    now = run.now
+    limit = f" of {now.iterations}" if now.iterations else ""
+    rate = run.rate if run.rate is not None else run.made / now.seconds if now.seconds else 0.0
     left = f", about {duration(round(run.left_s))} left" if run.left_s else ""
-    part = "" if run.participation is None else f", participation {run.participation:.0%}"
+    part = "" if now.participation is None else f", participation {now.participation:.0%}"
     lines = Text(
-        f"{run.state}: {run.reason}\n"
-        f"{run.count}{limit} iterations in {duration(run.seconds)} ({rate:.1f} a second){left}\n"
-        f"run {run.run}, {run.algorithm}: {run.rounds_global} global and {run.rounds_local} local rounds, "
-        f"generation {run.generation}{part}\n"
-        f"period {run.period}{f' with a delay of {run.delay}' if run.delay else ''}: {run.period_reason}"
+        f"{now.state}: {now.reason}\n"
+        f"{now.count}{limit} iterations in {duration(now.seconds)} ({rate:.1f} a second){left}\n"
+        f"run {now.run}, {now.algorithm}: {now.rounds_global} global and {now.rounds_local} local rounds, "
+        f"generation {now.generation}{part}\n"
+        f"period {now.period}{f' with a delay of {now.delay}' if now.delay else ''}: {now.period_reason}"
     )
     workers = run.workers.values()
     table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")

@@ -4,22 +4,20 @@ import re
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from lsgd.means import mean_of_finite
 from lsgd.protocol.events import (
     Event,
     GenerationBegan,
     Note,
-    PeriodChosen,
-    PhaseBegan,
     RoundCompleted,
     RoundFailed,
     RoundOrdered,
     RunChanged,
     RunProgress,
     SettingsChanged,
+    Summary,
     WorkerChanged,
     WorkerJoined,
     WorkerProgress,
@@ -32,11 +30,8 @@ MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS = 512, 2048, 1000, 100
 
 RATE_OVER_S = 30.0
 
-SHARED = (
-    *("run", "state", "code", "reason", "algorithm", "period", "delay", "period_reason", "count", "iterations"),
-    *("loss", "seconds", "rounds_local", "rounds_global", "generation", "nodes"),
-)
-"""Names that a report and a view share."""
+NAMES = tuple(each.name for each in fields(Summary))
+"""What a report, an event and a view say of a run as a whole."""
 
 TAKES_PART = ("live", "held")
 """States of workers that rounds wait for."""
@@ -167,15 +162,7 @@ class RunView:
         report: content of ``lsgd status --json`` or ``result.json``; None: it comes with the first batch.
 
     Attributes:
-        run: identity of the run; empty before the first report.
-        state: ``waiting``, ``running``, ``stopping`` or ``over``; empty before the first report.
-        code, reason: reason for its waiting or its end, as a code and as text.
-        period: iterations of a worker between global rounds; ``period_reason``: why this period and delay.
-        delay: iterations from a round until its result is applied.
-        count: completed iterations; ``iterations``: the limit, 0 without one; ``share``: the run's progress, 0 to 1.
-        seconds: time since the first round.
-        participation: mean share of the run's workers that were members of the last global rounds; None: unknown.
-        loss: mean of the finite losses at the last global round; None: there are none.
+        now: the run as a whole; its ``run`` is empty before the first report.
         workers: workers by name, in the order of node and index, including those that have left.
         ways: pairs of nodes that do not simply dial each other, as in the report.
         logged: numbers that scripts log, by name: the mean over the live workers that have one.
@@ -185,12 +172,8 @@ class RunView:
     """
 
     def __init__(self, report: Mapping[str, Any] | None = None) -> None:
-        self.run = self.state = self.code = self.reason = self.algorithm = self.period_reason = ""
-        self.count = self.iterations = self.period = self.delay = self.lost = 0
-        self.rounds_local = self.rounds_global = self.generation = self.nodes = 0
-        self.share = self.seconds = self.time = 0.0
-        self.loss: float | None = None
-        self.participation: float | None = None
+        self.now = Summary()
+        self.lost, self.time = 0, 0.0
         self.ways: list[dict[str, Any]] = []
         self.workers: dict[str, WorkerView] = {}
         self.rounds: Series[RoundView] = Series(MAX_ROUNDS)
@@ -235,14 +218,14 @@ class RunView:
     @property
     def left_s(self) -> float | None:
         """Seconds left at the pace of the last :data:`RATE_OVER_S`; None: unknown."""
-        if self.state == "over":
+        if self.now.state == "over":
             return 0.0
         pace = self._slope(2)
-        return (1 - self.share) / pace if pace and pace > 0 else None
+        return (1 - self.now.progress) / pace if pace and pace > 0 else None
 
     @property
     def made(self) -> int:
-        """Iterations since the run began or was resumed, as :attr:`seconds` and the bytes count from there."""
+        """Iterations since the run began or was resumed, as its seconds and the bytes count from there."""
         return sum(worker.done for worker in self.workers.values())
 
     def _slope(self, of: int) -> float | None:
@@ -255,15 +238,12 @@ class RunView:
 
     def _begin(self, report: Mapping[str, Any]) -> None:
         """Take the state and new rounds from a report; reset for another run."""
-        if self.run and self.run != report["run"]:
+        if self.now.run and self.now.run != report["run"]:
             RunView.__init__(self)
-        for name in SHARED:
-            setattr(self, name, report.get(name, getattr(self, name)))
-        self.share = report.get("progress", self.share)
-        self.participation = report.get("participation", self.participation)
+        self.now = replace(self.now, **{name: report[name] for name in NAMES if name in report})
         self.ways = report.get("ways", [])
         self._as_of = report.get("stream", {}).get("last", 0)
-        self.counters.made(self.count)
+        self.counters.made(self.now.count)
         for member in report.get("members", []):
             worker = self._worker(member["worker"], member["node"])
             worker.rank, worker.state = member["rank"], member["state"]
@@ -309,11 +289,12 @@ class RunView:
                     worker.add(time, each)
                     if each.state in TAKES_PART:
                         worker.mind(time, each.state, "", "")
-                if what.seconds:
-                    self._date(time - what.seconds)
-                if self._progress and what.count < self._progress[-1][1]:  # it went back to a checkpoint
+                run = what.run
+                if run.seconds:
+                    self._date(time - run.seconds)
+                if self._progress and run.count < self._progress[-1][1]:  # it went back to a checkpoint
                     self._progress.clear()
-                self._progress.append((time, what.count, what.share))
+                self._progress.append((time, run.count, run.progress))
                 while len(self._progress) > 2 and time - self._progress[0][0] > RATE_OVER_S:
                     self._progress.popleft()
                 if len(self._progress) > 1 and not self._progress[0][0] < time:  # the server's clock was set back
@@ -344,13 +325,8 @@ class RunView:
 
     def _change(self, what: object) -> None:
         match what:
-            case RoundOrdered(_, scope):
-                self.rounds_local += scope == "local"
-                self.rounds_global += scope == "global"
-                if what.worker:
-                    self._worker(what.worker).times_leader += 1
-                if scope == "global":
-                    self.loss = mean_of_finite(what.losses.values())
+            case RoundOrdered() if what.worker:
+                self._worker(what.worker).times_leader += 1
             case WorkerJoined(name, node):
                 worker = self._worker(name, node)
                 worker.state, worker.code, worker.reason = "away", "", ""
@@ -360,21 +336,13 @@ class RunView:
                 if state == "left":
                     worker.rank = -1
             case GenerationBegan(generation):
-                self.generation, self.nodes = generation.number, len(generation.nodes)
                 ranks = {name: rank for rank, name in enumerate(generation.members)}
                 for name, worker in self.workers.items():
                     worker.rank = ranks.get(name, -1)
-            case PeriodChosen(period, _, reason, delay):
-                self.period, self.period_reason, self.delay = period, reason, delay
-            case PhaseBegan(_, algorithm):
-                self.algorithm = algorithm
             case RunChanged(state, code, reason):
-                self.state, self.code, self.reason = state, code, reason
+                self.now = replace(self.now, state=state, code=code, reason=reason)
             case RunProgress():
-                self.state, self.code, self.reason = what.state, what.code, what.reason
-                self.seconds, self.count = what.seconds, what.count
-                self.iterations, self.share, self.logged = what.iterations, what.share, what.logged
-                self.participation = what.participation
+                self.now, self.logged = what.run, what.logged
                 for each in what.workers:
                     worker = self._worker(each.worker)
                     worker.rank, worker.state, worker.done = each.rank, each.state, each.done

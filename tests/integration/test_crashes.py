@@ -122,28 +122,6 @@ def test_workers_wait_for_their_local_server_and_say_so(cluster) -> None:
     assert finish(cluster, server, *workers, again) == steps(cluster)
 
 
-@pytest.mark.parametrize("dies", ["global", "local"])
-def test_workers_go_on_alone_for_a_while_and_the_count_stays_exact(cluster, dies) -> None:
-    run = JournaledRun(cluster, "--workers", "2", "--offline-iterations", "50", *RESTART, *EVERY)
-    local = cluster.start_local()
-    workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
-    trains(cluster)
-    kill(run.server if dies == "global" else local)
-    for worker in workers:
-        worker.says(rf"continues alone for at most 50 iterations: .* the {dies} server at .* silent for")
-    for worker in workers:
-        worker.says(r"waits for its next iteration for \d+ s: ")  # it has made all 50
-    if dies == "global":
-        run.start_again()
-    else:
-        local = cluster.start_local()
-    for worker in workers:
-        worker.says(r"has completed 50 iterations alone; the servers are back")
-    trains(cluster)
-    assert finish(cluster, run.server, *workers, local) == steps(cluster)
-    assert len({cluster.result(0, index)["model"] for index in (0, 1)}) == 1
-
-
 def test_workers_whose_servers_stay_away_end_with_a_code_of_their_own(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", "--server-timeout-s", "6", *EVERY, nodes=2)
     workers = [cluster.worker("crash", node, 0, "--sleep", 0.02) for node in (0, 1)]

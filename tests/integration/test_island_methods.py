@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from .running import until
 from .test_islands import Islands, alike, equal_after_each_round, whole_rounds
 
 pytestmark = pytest.mark.slow
@@ -137,22 +136,6 @@ def test_a_process_that_dies_in_the_round_of_a_backward_pass_ends_its_island(isl
     assert killed.wait() == -signal.SIGKILL and head.wait() == 76
     assert islands.result(0, 0)["world_size"] == 1
     assert len(whole_rounds(islands.folder, 0)) > 20
-
-
-def test_an_island_goes_on_alone_while_its_servers_are_silent(islands) -> None:
-    plan = ("--algorithm", "local", "--period", "4", "--iterations", "60", "--offline-iterations", "20")
-    server = islands.begin(*plan, workers=1)
-    head, other = islands.island(0, "--rest", "0.05")
-    rounds = islands.folder / "node0-worker0.1.rounds"
-    until(lambda: rounds.exists() and rounds.read_text(), "a round is committed")
-    server.send(signal.SIGSTOP)
-    for process in (head, other):
-        process.says("node0/worker0 continues alone for at most 20 iterations: ")
-    server.send(signal.SIGCONT)
-    head.says(r"node0/worker0 has completed \d+ iterations alone; the servers are back")
-    for process in (head, other):
-        process.succeeds()
-    assert whole_rounds(islands.folder, 0)
 
 
 def test_a_process_that_fails_waits_for_no_vote(islands) -> None:

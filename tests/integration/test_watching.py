@@ -55,14 +55,14 @@ def watch():
 def test_a_run_is_seen_with_its_dead_its_stalled_and_a_killed_server(cluster, watch) -> None:
     run = JournaledRun(cluster, "--workers", "3", "--patience-s", "6", "--lease-s", "60", *EVERY)
     watched = watch(cluster.address)
-    watched.until(lambda view: view.state == "waiting", "a run that waits")
+    watched.until(lambda view: view.now.state == "waiting", "a run that waits")
     local = cluster.start_local()
     hold = cluster.folder / "hold"
     stalls = ((), ("--stall-while", hold), ())
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.01, *stalls[index], **LIGHT) for index in range(3)]
     watched.until(lambda view: len(list(view.rounds)) > 3 and view.rate, "rounds")
     watched.until(lambda view: all(w.totals.last and w.totals.last.sent_nbytes for w in view.workers.values()), "bytes")
-    assert (watched.view.state, watched.view.generation) == ("running", 1)
+    assert (watched.view.now.state, watched.view.now.generation) == ("running", 1)
     assert [worker.rank for worker in watched.view.workers.values()] == [0, 1, 2]
     done = next(each for each in watched.view.rounds if each.state == "completed")
     assert done.took_s is not None and done.sent_nbytes and done.leader in watched.view.workers
@@ -100,8 +100,8 @@ def test_a_run_is_seen_with_its_dead_its_stalled_and_a_killed_server(cluster, wa
     first = watching.stdout.readline()
     assert first.startswith("running: ")
     cluster.ask(StopRun("seen enough"))
-    watched.until(lambda view: view.state == "over", "the end")
-    assert watched.view.reason == "seen enough"
+    watched.until(lambda view: view.now.state == "over", "the end")
+    assert watched.view.now.reason == "seen enough"
     for process in (workers[0], workers[1], run.server, local):
         process.succeeds()
     output, _ = watching.communicate(timeout=DEADLINE_S)

@@ -1,6 +1,7 @@
 """The plan: put together from flags, variables, a file and defaults, and the same after every trip."""
 
 import json
+import re
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from lsgd.plan.plan import (
     variable,
 )
 from lsgd.plan.run import RunSettings
-from lsgd.settings import fields
+from lsgd.settings import GONE, fields
 
 FILE = """
 workers = 4
@@ -213,16 +214,14 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path: Path, text: str, words: s
     assert read(path, {}, {"offload": "false"}).plan.transport in ("nccl", "auto")
 
 
-@pytest.mark.parametrize(
-    "text",
-    ['[algorithm]\nname = "allreduce"', '[[phase]]\nname = "decentralized"\niterations = 9\n[[phase]]\n'],
-)
-def test_nobody_goes_on_alone_where_every_iteration_is_a_round(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize(("name", "above"), [("offline_iterations", ""), ("growth_coefficient", "[algorithm]\n")])
+def test_a_setting_that_is_gone_names_what_does_its_work(tmp_path: Path, name: str, above: str) -> None:
     path = tmp_path / "plan.toml"
-    path.write_text(f"offline_iterations = 8\n{text}")
-    with pytest.raises(ConfigError, match=r"offline_iterations = 8, but every iteration of \w+ is a round"):
+    path.write_text(f"{above}{name} = 8\n")
+    with pytest.raises(ConfigError, match=re.escape(f"{name!r}; {GONE[name]}")):
         read(path, {}, {})
-    assert read(path, {}, {"offline_iterations": 0}).plan.run.offline_iterations == 0
+    with pytest.raises(ConfigError, match=re.escape(f"LSGD_{name.upper()} is unknown; {GONE[name]}")):
+        check_variables({f"LSGD_{name.upper()}": "8"})
 
 
 def test_only_algorithms_that_say_so_are_for_sharded_models() -> None:
@@ -417,8 +416,6 @@ def plans(draw: st.DrawFn) -> Plan:
     algorithms = st.sampled_from(list(ALGORITHMS.values()))
     phases = [Phase(drawn(draw, draw(algorithms)), length) for length in lengths]
     run = drawn(draw, RunSettings)
-    if any(phase.algorithm.schedule().lockstep for phase in phases):
-        run = replace(run, offline_iterations=0)
     if run.transport == "nccl" or any(phase.algorithm.schedule().identical for phase in phases):
         run = replace(run, offload=False)
     return Plan(run, tuple(phases))

@@ -9,6 +9,7 @@ import sys
 import termios
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -93,10 +94,10 @@ def run_of(workers: int) -> RunView:
     report |= {"count": 1000, "iterations": 2000, "progress": 0.5, "seconds": 20.0, "generation": 1, "nodes": 1}
     report |= {"rounds_global": 1, "rounds_local": 2, "period": 24, "period_reason": "", "leaders": []}
     report["members"] = members
-    made = [RunProgress(10.0 * n, "running", "busy", "busy", 500 * n, 2000, 0.25 * n, ()) for n in (1, 2)]
-    events = tuple(Event(n, 10.0 * n, what) for n, what in enumerate(made, 1))
     run = RunView()
     run.take(Batch(connected=True, report=report))
+    made = [replace(run.now, seconds=10.0 * n, count=500 * n, progress=0.25 * n) for n in (1, 2)]
+    events = tuple(Event(n, 10.0 * n, RunProgress(now, ())) for n, now in enumerate(made, 1))
     run.take(Batch(events, connected=True))
     return run
 

@@ -185,7 +185,6 @@ class Bench:
         same: bool = False,
         dropped: int = 0,
         last: bool = False,
-        rate: float | None = None,
         finished: bool = False,
         **more: object,
     ) -> dict[str, list[Downward]]:
@@ -197,7 +196,6 @@ class Bench:
             Request(
                 *(*self.who(place), self.seqs[place], self.done[place], self.committed[place], dropped, loss),
                 last=last or finished,
-                rate=rate,
                 finished=finished,
                 **more,  # type: ignore[arg-type]
             )

@@ -9,7 +9,6 @@ from torch import nn, optim
 
 from lsgd.algorithms.common import (
     LONGEST_HALF,
-    LONGEST_PERIOD,
     Exchange,
     Periodic,
     best_schedule,
@@ -181,54 +180,6 @@ def test_the_leaders_periods_are_always_valid(delay: int) -> None:
         assert delay < schedule.local_period <= 20
     assert [settings.at(x).schedule()[:2] for x in (0.3, 0.5)] == [(40, 20), (60, 20)]
     assert settings.at(0.0).schedule()[:2] == (delay + 1, delay + 1)  # and no local rounds
-
-
-# -- the quadratic synchronization rule ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("rate", "period"),
-    [(None, 4), (0.2, 4), (0.1, 4), (0.03, 11), (0.01, 100), (0.0, LONGEST_PERIOD), (1e-300, LONGEST_PERIOD)],
-)
-def test_the_period_grows_with_the_square_of_what_the_rate_has_fallen_by(rate: float | None, period: int) -> None:
-    assert LocalSettings(period=4, growth_coefficient=0.1).at(None, None, rate).period == period
-    assert LocalSettings(period=4).at(None, None, rate).period == 4
-    assert LocalSettings(period=0, growth_coefficient=0.1).at(None, 4, rate).period == period
-
-
-def test_the_highest_rate_of_all_members_counts_and_all_must_have_one() -> None:
-    bench = started(*PAIR, plan=make_plan(algorithm=LocalSettings(period=2, growth_coefficient=0.1), workers=2))
-    course = bench.state.course
-
-    def stretch(*rates: float | None) -> tuple[int, str]:
-        for _ in range(course.schedule.period):
-            for place, rate in zip(PAIR, rates, strict=True):
-                bench.ask(place, rate=rate)
-        bench.complete_all(*PAIR)
-        return course.schedule.period, str(course.why)
-
-    assert stretch(None, 0.01) == (2, "as planned")
-    assert stretch(0.02, 0.01) == (25, "the learning rate has fallen to 0.02")
-    assert stretch(0.02, math.nan) == (2, "as planned")
-    assert stretch(0.5, 0.4) == (2, "as planned")  # the rule's period is shorter
-
-
-def test_simulated_workers_follow_the_rule_and_no_warm_up_does() -> None:
-    rates = [0.01, 0.04, 0.07, 0.1, 0.1, 0.1, 0.05, 0.05, 0.02] + [0.02] * 40
-
-    def member(group: SimulatedGroup) -> list[int]:
-        model = nn.Linear(2, 1)
-        optimizer = optim.SGD(model.parameters())
-        worker = SimulatedWorker.of_model(group, LocalSettings(period=2, growth_coefficient=0.1), model, optimizer)
-        periods = []
-        for rate in rates:
-            optimizer.param_groups[0]["lr"] = rate
-            worker.step(lambda: sum(p.square().sum() for p in model.parameters()))
-            periods.append(worker.algorithm.settings.period)
-        return periods
-
-    # Rounds before the steps 0, 2, 4, 6 (from where the rate is half) and 10 (a fifth).
-    assert simulate((1, 1), member)[0] == [2] * 6 + [4] * 4 + [25] * 25 + [25] * 14
 
 
 # -- auto ----------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_at_the_end_a_view_has_the_count_of_the_run() -> None:
     run = begun([2, 1])
     limit = finish(run)
     view = view_of(run.server._stream)
-    assert (view.state, view.count) == ("over", limit)
+    assert (view.now.state, view.now.count) == ("over", limit)
     assert sum(worker.done for worker in view.workers.values()) == limit
     assert {worker.state for worker in view.workers.values()} == {"left"}
 

@@ -10,7 +10,6 @@ from lsgd.protocol.events import (
     GenerationBegan,
     Happening,
     Note,
-    PeriodChosen,
     RoundCompleted,
     RoundFailed,
     RoundOrdered,
@@ -88,7 +87,7 @@ def test_a_run_tells_of_its_workers_rounds_and_states() -> None:
     ]
 
 
-def test_a_failed_round_and_a_new_period_are_told() -> None:
+def test_a_failed_round_is_told_and_a_new_period_with_the_next_progress() -> None:
     bench = Told("00", "01", period=8)
     bench.ask_all("00", "01")
     bench.take()
@@ -98,7 +97,8 @@ def test_a_failed_round_and_a_new_period_are_told() -> None:
     bench.coordinator.change({"period": "4", "local_period": "4"})
     bench.ask("00", same=True, dropped=1)
     bench.ask("01", same=True, dropped=1)
-    assert bench.take(PeriodChosen, RoundOrdered)[0] == PeriodChosen(4, "planned", "as planned")
+    told = progress(bench.state, bench.state.now).run
+    assert (told.period, told.period_reason) == (4, "as planned")
 
 
 def test_bytes_that_a_member_did_not_say_are_unknown() -> None:
@@ -115,7 +115,7 @@ def test_progress_has_each_worker_and_nothing_absurd() -> None:
     bench.ask_all("00", "01", w00=math.inf)
     bench.say(Heartbeat(*bench.who("00"), 1.5, math.nan, math.inf, -1, 7))
     found = progress(bench.state, bench.now + 2.0)
-    assert (found.state, found.seconds, found.count) == ("running", 2.0, 0)
+    assert (found.run.state, found.run.seconds, found.run.count) == ("running", 2.0, 0)
     first, second = found.workers
     assert (first.worker, first.rank, first.state, first.loss) == ("node0/worker0", 0, "live", None)
     spent = (first.compute_s, first.waiting_s, first.exchange_s, first.sent_nbytes, first.received_nbytes)

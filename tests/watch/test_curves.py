@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from lsgd.cli.commands import main
 from lsgd.errors import ConfigError
-from lsgd.protocol.events import Event, PeriodChosen, RoundCompleted, RoundOrdered
+from lsgd.protocol.events import Event, RoundCompleted, RoundOrdered
 from lsgd.run_folder import CURVES, METRICS, RESULT, claimed
 from lsgd.watch import curves
 from lsgd.watch.curves import LOGGERS, Curves, Point
@@ -34,7 +34,6 @@ def test_each_round_and_each_second_is_a_point_once() -> None:
                 RoundOrdered(2, "local", 0, WHO, 9, 2.0, {WHO: 0.5}),
                 RoundCompleted(1, 0.5, 100),
                 progress_of(12, at(WHO, 6, 1.0, 64), at(OTHER, 4, 2.0, 36), logged={"accuracy": 0.75}),
-                PeriodChosen(16, "measured", "why"),
             )
         )
     )
@@ -46,7 +45,6 @@ def test_each_round_and_each_second_is_a_point_once() -> None:
         Point(1001.0, 8, {"rounds": 1.0, **losses}),
         Point(1003.0, 8, {"round/seconds": 0.5, "round/sent_bytes": 100.0}),
         Point(1004.0, 12, totals | now),
-        Point(1005.0, 12, {"period": 16.0}),
     ]
     restarted = json.loads(json.dumps(REPORT | {"stream": {"epoch": "f", "last": 1}}))
     assert list(curves.take(Batch(report=restarted, connected=True, restarted=True, more=True))) == []

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from lsgd.cli.commands import main
 from lsgd.errors import ConfigError, JoinError
-from lsgd.protocol.events import Event, RoundOrdered, RunProgress, WorkerChanged, WorkerProgress
+from lsgd.protocol.events import Event, RoundOrdered, RunProgress, Summary, WorkerChanged, WorkerProgress
 from lsgd.watch.dashboard import follow, server
 from lsgd.watch.dashboard.data import (
     MAX_LOSSES,
@@ -58,10 +58,15 @@ def told(seconds, workers=2, rounds_every=5, leads=True):
             WorkerProgress(name, i, "live", 5 * k, 1.0, 0.1, k * (0.25 if i else 0.75), k * 0.25, 0.0, 1000 * k, 0)
             for i, name in enumerate(names)
         ]
-        happened.append(RunProgress(float(k), "running", "", "<b>nobody</b> waits", 10 * k, 0, 0.5, tuple(lines)))
+        happened.append(progress_at(k, 10 * k, lines, "<b>nobody</b> waits"))
         story.take(Batch(tuple(Event(seq + n, BEGIN + k, what) for n, what in enumerate(happened, 1)), 0, True))
         seq += len(happened)
     return story
+
+
+def progress_at(k, count, lines, reason=""):
+    now = Summary(state="running", reason=reason, seconds=float(k), count=count, progress=0.5)
+    return RunProgress(now, tuple(lines))
 
 
 def test_the_data_say_who_leads_who_is_slow_and_who_is_gone():
@@ -88,7 +93,7 @@ def test_the_data_say_who_leads_who_is_slow_and_who_is_gone():
 def progress(k, count, *workers):
     """Return what is told at second ``k`` of the run: (worker, iterations, bytes)."""
     lines = [WorkerProgress(name, 0, "live", done, 1.0, 0.1, 0.0, 0.0, 0.0, sent, 0) for name, done, sent in workers]
-    return RunProgress(float(k), "running", "", "", count, 0, 0.5, tuple(lines))
+    return progress_at(k, count, lines)
 
 
 def test_the_rate_of_a_worker_ends_with_its_reports():

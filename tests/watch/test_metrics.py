@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import textwrap
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +49,14 @@ def fed() -> Bench:
         RoundFailed(3, "gone.silent", "why"),
         WorkerChanged(OTHER, "straggler", "evicted", "slow"),
         progress_of(10, at(WHO, 6, 1.0, 64), at(OTHER, 4, state="straggler"), logged={"accuracy": 0.75}),
-        progress_of(12, at(WHO, 8, 2.0, 128), at(OTHER, 4, state="straggler"), logged={"accuracy": 0.75}),
+        progress_of(
+            12,
+            at(WHO, 8, 2.0, 128),
+            at(OTHER, 4, state="straggler"),
+            logged={"accuracy": 0.75},
+            rounds_global=2,
+            rounds_local=1,
+        ),
     )
     return bench
 
@@ -102,9 +108,10 @@ def test_counters_never_fall_when_the_server_is_started_again() -> None:
     bench.view.take(Batch(connected=True, report=report, restarted=True))
     bench.seq = 0
     bench.tell(*(RoundOrdered(**{**entry, "losses": {}}) for entry in entries))  # a new stream begins with its rounds
-    bench.tell(progress_of(11, at(WHO, 7), at(OTHER, 4)))  # no heartbeat was heard yet
+    bench.tell(progress_of(11, at(WHO, 7), at(OTHER, 4), rounds_global=2, rounds_local=1))  # no heartbeat was heard yet
     between = samples(bench.view)
-    bench.tell(progress_of(15, at(WHO, 11, 3.0, 200), at(OTHER, 4)), order(4), RoundCompleted(4, 0.25, 100))
+    bench.tell(order(4), RoundCompleted(4, 0.25, 100))
+    bench.tell(progress_of(15, at(WHO, 11, 3.0, 200), at(OTHER, 4), rounds_global=3, rounds_local=1))
     after = samples(bench.view)
     for name, *labels in before:
         if name.endswith(("_total", "_bucket", "_count", "_sum")):
@@ -118,7 +125,7 @@ def test_counters_never_fall_when_the_server_is_started_again() -> None:
 def test_who_leaves_because_the_run_ends_is_not_gone() -> None:
     bench = fed()
     bench.tell(RunChanged("stopping", "all_made", "all are made"), WorkerChanged(WHO, "left", "finished", "done"))
-    bench.tell(replace(progress_of(12), state="over"), WorkerChanged(OTHER, "left", "finished", "done"))
+    bench.tell(progress_of(12, state="over"), WorkerChanged(OTHER, "left", "finished", "done"))
     assert bench.view.counters.departures == {("straggler", "evicted"): 1}
 
 

@@ -1,18 +1,19 @@
 """The view of a run: what a report and events make of it, and that its history stays small."""
 
 import json
+from dataclasses import replace
 
 from lsgd.protocol.events import (
     Event,
     GenerationBegan,
     Note,
-    PeriodChosen,
-    PhaseBegan,
     RoundCompleted,
     RoundFailed,
     RoundOrdered,
+    RunChanged,
     RunProgress,
     SettingsChanged,
+    Summary,
     WorkerChanged,
     WorkerJoined,
     WorkerProgress,
@@ -49,8 +50,13 @@ def order(number, losses=None):
     return RoundOrdered(number, "global", -1, WHO, number * 8, float(number), losses or {WHO: 0.5})
 
 
-def progress_of(count, *workers, **more):
-    return RunProgress(float(count), "running", "busy", "why", count, 1000, count / 1000, workers, **more)
+def summary(count, **more):
+    run = Summary("r", "running", "busy", "why", "leader", iterations=1000, count=count, seconds=float(count))
+    return replace(run, **({"progress": count / 1000, "period": 8, "loss": 0.5} | more))
+
+
+def progress_of(count, *workers, logged=(), **more):
+    return RunProgress(summary(count, **more), workers, dict(logged))
 
 
 def at(name, done, spent_s=0.0, nbytes=0, state="live"):
@@ -59,7 +65,7 @@ def at(name, done, spent_s=0.0, nbytes=0, state="live"):
 
 def progress(count, compute_s, sent=0, state="live"):
     worker = WorkerProgress(WHO, 0, state, count, 0.5, 0.1, compute_s, 1.0, 2.0, sent, 0)
-    return RunProgress(float(count), "running", "busy", "the next round waits", count, 1000, count / 1000, (worker,))
+    return RunProgress(summary(count), (worker,))
 
 
 def test_events_change_what_is_the_case() -> None:
@@ -71,14 +77,15 @@ def test_events_change_what_is_the_case() -> None:
         RoundCompleted(1, 0.25, 100),
         order(2),
         RoundFailed(2, "error", "peer closed"),
-        PeriodChosen(16, "measured", "a round takes long", 5),
-        PhaseBegan(2, "diloco", 16),
         SettingsChanged({"keep": "0.1"}),
         Note("period", "period 16"),
     )
-    assert (view.generation, view.nodes, view.rounds_global, view.workers[WHO].rank) == (1, 1, 2, 0)
-    assert (view.period, view.delay, view.period_reason, view.algorithm) == (16, 5, "a round takes long", "diloco")
-    assert (view.loss, view.settings, view.workers[WHO].times_leader) == (0.5, {"keep": "0.1"}, 2)
+    assert view.workers[WHO].rank == 0
+    assert (view.settings, view.workers[WHO].times_leader) == ({"keep": "0.1"}, 2)
+    now = summary(16, period=16, delay=5, period_reason="a round takes long", algorithm="diloco", loss=0.5)
+    assert bench.tell(RunProgress(now, ())).now == now
+    over = bench.tell(RunChanged("over", "enough", "seen enough")).now
+    assert over == replace(now, state="over", code="enough", reason="seen enough")
     first, second = view.rounds
     assert (first.state, first.took_s, first.sent_nbytes) == ("completed", 0.25, 100)
     assert (second.state, second.reason) == ("failed", "peer closed")
@@ -140,12 +147,12 @@ def test_rounds_keep_their_times_when_the_server_is_started_again() -> None:
 def test_what_a_report_includes_is_history_only() -> None:
     member = {"worker": WHO, "node": 0, "rank": 3, "state": "live", "reason": "", "code": "", "done": 9, "loss": 0.1}
     members = [member | {"times_leader": 4, "heard_s_ago": 0.0}]
-    bench = Bench(stream={"epoch": "e", "last": 3}, rounds_global=2, state="running", members=members)
+    bench = Bench(stream={"epoch": "e", "last": 3}, state="running", members=members)
     view = bench.tell(WorkerChanged(WHO, "straggler", "evicted", ""), order(1), order(2))
-    assert (view.rounds_global, view.workers[WHO].state, view.workers[WHO].times_leader) == (2, "live", 4)
+    assert (view.workers[WHO].state, view.workers[WHO].times_leader) == ("live", 4)
     assert [each.round for each in view.rounds] == [1, 2] and len(view.workers[WHO].gaps) == 1
     view = bench.tell(order(3))
-    assert (view.rounds_global, view.workers[WHO].times_leader) == (3, 5)
+    assert view.workers[WHO].times_leader == 5
 
 
 def test_after_a_restart_the_history_stays_and_another_run_begins_anew() -> None:
@@ -157,7 +164,7 @@ def test_after_a_restart_the_history_stays_and_another_run_begins_anew() -> None
     view.take(Batch(connected=True, report=restarted, restarted=True))
     assert [each.round for each in view.rounds] == [1, 2, 3] and len(view.log) == 1
     view.take(Batch(connected=True, report=restarted | {"run": "another", "leaders": []}, lost=2))
-    assert (view.run, list(view.rounds), len(view.log), view.connected) == ("another", [], 0, True)
+    assert (view.now.run, list(view.rounds), len(view.log), view.connected) == ("another", [], 0, True)
 
 
 def test_a_series_is_even_and_has_its_last_point() -> None:
@@ -178,4 +185,3 @@ def test_six_hours_stay_small() -> None:
     totals = list(view.workers[WHO].totals)
     assert MAX_POINTS / 2 < len(totals) <= MAX_POINTS + 1
     assert totals[-1].compute_s == 6 * 3600 - 1  # totals lose nothing where points are left out
-    assert view.rounds_global == 6 * 3600 - 1

@@ -313,10 +313,6 @@ class Channel:
         if now - self._global_heard_at > (silence_s or self.global_silence_s):
             raise ServerLostError(f"{waited}, and {self._awaited(now)}")
 
-    def silent_s(self) -> float:
-        """Return how long the global server has been silent, in seconds."""
-        return self._clock.now() - self._global_heard_at
-
     def generation_over(self, generation: int) -> str:
         """Return why a generation is over; empty while it lasts, as far as this worker knows."""
         return self._over.get(generation, "")

@@ -20,9 +20,6 @@ logger = logging.getLogger("lsgd")
 PAUSE_WITHIN_S = 3.0
 """How long a pausing worker waits for the servers to acknowledge, in seconds."""
 
-OFFLINE_AFTER_S = 3.0
-"""How long the servers must be silent before a worker continues without them, if the plan allows it, in seconds."""
-
 MEMORY = 0.9
 """Weight of the answers before the last one in the estimate of this worker's share."""
 
@@ -158,11 +155,10 @@ class NextStep:
     """What a worker does next; in an island the head decides.
 
     Args:
-        answer: the servers'; None: an iteration that was granted ahead, or one without the servers.
+        answer: the servers'; None: an iteration that was granted ahead.
         reported: progress in an answer since the decision before, and this worker's iterations as of its request.
         middle: progress in the middle of the next iteration, for learning rates.
         looks: what the processes have found in the model, by rank; empty: nobody has looked.
-        warning: words for the log of each process.
         met: answer to a call that all workers make together, which then is the only answer.
     """
 
@@ -170,7 +166,6 @@ class NextStep:
     reported: tuple[float, int] | None
     middle: float
     looks: Sequence[Look] = ()
-    warning: str = ""
     met: Met | None = None
 
 
@@ -198,7 +193,6 @@ class GrantClient:
         self.wait_s: float | None = None
         self._island, self._channel, self._who = membership.island, membership.channel, membership.who
         self._election, self._stopwatch = election, stopwatch
-        self._may_be_alone = membership.plan.run.offline_iterations
         self._held = GrantedIterations(membership.plan.run.lookahead)
         self._ahead: Expected | None = None  # the answer to the request for more
         self._last = False  # requests are for a round only, without an iteration
@@ -209,7 +203,6 @@ class GrantClient:
         self._averaged: dict[str, float] = {}  # those of all processes
         self.met: Met | None = None
         self._reported = 0  # iterations completed, as of the last request
-        self._alone = 0  # iterations since the servers fell silent
 
     def next(
         self, rounds: tuple[int, int], *, lockstep: bool, look: Callable[[], Look] | None, again: bool
@@ -238,19 +231,16 @@ class GrantClient:
             reported_by_all = reports()
             if self._numbers is not None:
                 self._averaged = _means([each.numbers for each in reported_by_all])
-            answer, warning = self._ask(self._mean_loss(reported_by_all), rounds, alone=not asks)
+            answer = self._answer(self._request(self._held.seq, self._mean_loss(reported_by_all), rounds))
             if isinstance(answer, Met):
                 return NextStep(None, reported, self._middle(reported), met=answer)
-            if answer is not None:
-                reported = (1.0 if isinstance(answer, Stop) else answer.progress), self._reported
+            reported = (1.0 if isinstance(answer, Stop) else answer.progress), self._reported
             looks = [each.look for each in reported_by_all if each.look is not None]
-            return NextStep(answer, reported, self._middle(reported), looks, warning)
+            return NextStep(answer, reported, self._middle(reported), looks)
 
         decision = self._island.decide("begins a step", report, decide, reports=asks)
         if decision.reported is not None and not self._island.is_head:
             self.progress.answered(*decision.reported)
-        if decision.warning:
-            logger.warning("%s", decision.warning)
         self.middle, self.met = decision.middle, decision.met
         if self.met is not None:
             self._give_all_back()
@@ -293,7 +283,7 @@ class GrantClient:
 
     def ask_ahead(self, rounds: tuple[int, int]) -> None:
         """If few iterations are left, ask for more without waiting."""
-        if self._island.is_head and not self._alone and self._held.wants_more():
+        if self._island.is_head and self._held.wants_more():
             seq = self._held.seq + 1
             self._ahead = self._channel.expect(lambda m: isinstance(m, Go | Stop) and m.seq == seq)
             self._channel.send(self._request(seq, None, rounds, ahead=True))  # only rounds use a loss
@@ -332,31 +322,8 @@ class GrantClient:
         losses = [each.loss for each in reports if each.loss is not None]
         return sum(losses) / len(losses) if losses else None
 
-    def _ask(self, loss: float | None, rounds: tuple[int, int], *, alone: bool) -> tuple[Go | Stop | Met | None, str]:
-        """Ask for an iteration; None: nobody answers, and this worker continues ``alone``, as the plan allows."""
-        request = self._request(self._held.seq, loss, rounds)
-        may = alone and self._may_continue_alone(rounds)
-        if self._alone and may:
-            self._channel.send(request)
-            if self._channel.silent_s() >= OFFLINE_AFTER_S:
-                self._alone += 1
-                return None, ""
-        try:
-            answer = self._answer(request, OFFLINE_AFTER_S if may else None)
-        except ServerLostError as error:
-            if not (alone and self._may_continue_alone(rounds)):
-                raise
-            most = self._may_be_alone - self._alone
-            self._alone += 1
-            return None, f"{self._who[0]} continues alone for at most {most} iterations: {error}"
-        made, self._alone = self._alone, 0
-        return answer, f"{self._who[0]} has completed {made} iterations alone; the servers are back" if made else ""
-
-    def _may_continue_alone(self, rounds: tuple[int, int]) -> bool:
-        return self._alone < self._may_be_alone and rounds[0] > 0 and not self._channel.given_up
-
-    def _answer(self, request: Request, silence_s: float | None) -> Go | Stop | Met:
-        """Return the answer to a request; ``silence_s``: how long the servers may be silent, None: as in the plan."""
+    def _answer(self, request: Request) -> Go | Stop | Met:
+        """Return the answer to a request."""
         seq, (expected, self._ahead) = request.seq, (self._ahead, None)
 
         def answers(message: object) -> bool:
@@ -369,7 +336,6 @@ class GrantClient:
                 request,
                 expected or answers,
                 what=f"{self._who[0]} waits for {self._awaited}",
-                silence_s=silence_s,
                 timeout_s=self.wait_s if self._last else None,
                 notice=self._notice if self._last else None,
             )
@@ -407,10 +373,7 @@ class GrantClient:
 
     def _request(self, seq: int, loss: float | None, rounds: tuple[int, int], *, ahead: bool = False) -> Request:
         self._reported = self.done
-        rate = None if ahead else self._election.rate(self.done)  # only rounds use it
-        request = Request(
-            *self._who, seq, self.done, *rounds, loss, ahead, self._last, rate, self._finished, self.steps
-        )
+        request = Request(*self._who, seq, self.done, *rounds, loss, ahead, self._last, self._finished, self.steps)
         if self.lacking:
             request = replace(request, lacking=True)
         return request if self._numbers is None else replace(request, call=self._calls, numbers=self._averaged)

@@ -5,7 +5,7 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from typing import Literal, Self
 
@@ -16,7 +16,7 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.groups.staging import Copier, Copying, copier_of
 from lsgd.client.iteration.replica import Replica
 from lsgd.errors import ConfigError
-from lsgd.learning_rate import Fallen
+from lsgd.observer import observer
 from lsgd.probe import probe_loss
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME
 
@@ -208,7 +208,8 @@ class Stopwatch:
         """Count the time inside as ``spent``."""
         before = self.spend(spent)
         try:
-            yield
+            with observer().exchanging() if spent == "exchange" else nullcontext():
+                yield
         finally:
             self.spend(before)
 
@@ -223,7 +224,7 @@ class Stopwatch:
 
 
 class ElectionInput:
-    """The loss and the learning rate in a worker's requests.
+    """The loss in a worker's requests.
 
     Any request may open a round, and the worker cannot know which one will. So a request evaluates the probe if its
     last value is from before the last round, or an eighth of a local period old.
@@ -249,7 +250,6 @@ class ElectionInput:
         self._replica = replica
         self._stopwatch = stopwatch
         self._resumed = resumed
-        self._fallen = Fallen()
         self._evaluate: Callable[[], Tensor | float] | None = None
         self._probed: float | None = None
         self._probed_at = (-1, 0)  # the last round then, and the iterations made
@@ -280,10 +280,6 @@ class ElectionInput:
                 self._probed = probe_loss(self._replica.model, self._evaluate)
             self._probed_at = (committed, done)
         return self._probed
-
-    def rate(self, done: int) -> float | None:
-        """Return the learning rate if it has fallen; None before the first iteration, when it may not be set yet."""
-        return self._fallen.rate(self._replica.optimizers) if done else None
 
     def trouble(self) -> str:
         """Return why this worker leads only if nobody has a finite loss; empty if it may lead."""

@@ -4,6 +4,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -18,7 +19,7 @@ from lsgd.protocol.events import RunProgress
 from lsgd.settings import changeable
 from lsgd.watch.reader import Batch
 from lsgd.watch.results import without_repeated
-from lsgd.watch.view import RATE_OVER_S, SHARED, TAKES_PART, RoundView, RunView, Totals, WorkerView
+from lsgd.watch.view import RATE_OVER_S, TAKES_PART, RoundView, RunView, Totals, WorkerView
 
 RECENT_S = 240.0
 """How many seconds of the workers' reports are kept in full."""
@@ -48,7 +49,7 @@ class Story:
 
     def take(self, batch: Batch) -> None:
         """Apply a reader's batch."""
-        if batch.report is not None and self.view.run not in ("", batch.report["run"]):
+        if batch.report is not None and self.view.now.run not in ("", batch.report["run"]):
             self.recent, self._older = {}, []
         for event in self.view.taken(batch):
             if isinstance(event.what, RunProgress):
@@ -168,7 +169,7 @@ def snapshot(story: Story) -> dict[str, Any]:
         "connected": view.connected,
         "problem": story.problem,
         "head": _head(view),
-        "loss": losses(story, [w.worker for w in shown], (view.count, {w.worker: w.loss for w in shown})),
+        "loss": losses(story, [w.worker for w in shown], (view.now.count, {w.worker: w.loss for w in shown})),
         "recent": _window(story, shown, recent=True),
         "whole": _window(story, shown, recent=False),
         "gaps": [[w.worker, g.state, g.code, g.reason, g.begin, g.end] for w in shown for g in w.gaps],
@@ -176,7 +177,7 @@ def snapshot(story: Story) -> dict[str, Any]:
         "sums": _sums(workers),
         "log": [list(line) for line in list(view.log)[-MAX_LINES:]],
         "settings": dict(view.settings),
-        "names": setting_names(view.algorithm),
+        "names": setting_names(view.now.algorithm),
     }
 
 
@@ -191,7 +192,7 @@ def finished(document: Mapping[str, Any], rounds: Iterable[Mapping[str, Any]]) -
     story = Story(rounds)
     story.view = view = RunView(document)
     page = snapshot(story)
-    rate = view.made / view.seconds if view.seconds else None
+    rate = view.made / view.now.seconds if view.now.seconds else None
     workers = [worker | {"heard_s": None} for worker in page["workers"]]
     return page | {
         "head": page["head"] | {"rate": rate, "left_s": None},
@@ -229,8 +230,8 @@ def losses(story: Story, workers: Sequence[str], now: tuple[int, Mapping[str, fl
 
 
 def _head(view: RunView) -> dict[str, Any]:
-    names = (*SHARED, "share", "lost", "time", "left_s", "rate", "elects")
-    return {name: getattr(view, name) for name in names} | {"loss": _number(view.loss)}
+    names = ("lost", "time", "left_s", "rate", "elects")
+    return asdict(view.now) | {name: getattr(view, name) for name in names} | {"loss": _number(view.now.loss)}
 
 
 def _worker(story: Story, worker: WorkerView) -> dict[str, Any]:

@@ -70,12 +70,12 @@ class Follower(threading.Thread):
                 changed |= self._take()
                 now = time.monotonic()
                 due = now - told_at >= (wait_s if self._seen() else UNSEEN_EVERY_S)
-                if changed and (due or self._story.view.state != state):
+                if changed and (due or self._story.view.now.state != state):
                     text = self._say()
-                    changed, told_at, state = False, time.monotonic(), self._story.view.state
+                    changed, told_at, state = False, time.monotonic(), self._story.view.now.state
                     wait_s = max(TELL_EVERY_S, len(text) / TELL_NBYTES_PER_S, (told_at - now) / TELL_SHARE)
         text = self._say()
-        if self._folder and self._story.view.run:
+        if self._folder and self._story.view.now.run:
             with suppress(OSError):  # a full disk costs the report its timeline, nothing else
                 write_whole(self._folder / KEPT, text)
 

@@ -31,14 +31,14 @@ const isOver = () => !["", "waiting", "running", "stopping"].includes(data.head.
 
 function write() {
   const head = data.head;
-  document.title = `${head.state === "running" ? percent(head.share) : head.state} · lsgd ${head.algorithm}`;
+  document.title = `${head.state === "running" ? percent(head.progress) : head.state} · lsgd ${head.algorithm}`;
   at("title").textContent = head.run ? `${head.algorithm}, run ${head.run}` : "";
   at("state").textContent = head.state;
   at("state").dataset.state = head.state;
   at("reason").textContent = head.reason;
-  at("share").value = head.share;
-  at("percent").textContent = percent(head.share);
-  at("share").parentElement.hidden = !head.iterations && !head.share;  // a run without an end
+  at("share").value = head.progress;
+  at("percent").textContent = percent(head.progress);
+  at("share").parentElement.hidden = !head.iterations && !head.progress;  // a run without an end
   const late = head.delay ? ` with a delay of ${head.delay}` : "";
   at("period").textContent = head.period ? `period ${head.period}${late}: ${head.period_reason}` : "";
   const { workers, out, done, sent_nbytes: sent, bytes_per_s: perSecond } = data.sums;
