@@ -155,13 +155,12 @@ def test_replicas_go_on_from_their_checkpoints_in_any_form(islands, tmp_path) ->
     before = islands.train("--alike", "--ddp")
     written = {path.name for path in (tmp_path / "checkpoints").glob("*/60/*")}
     assert written == {"node0-worker0.safetensors", "node0-worker1.safetensors"}
-    forms = [(2, "--ddp"), (1, "--plain"), (2, "--alike")]
+    forms = [(1, "--plain"), (3, "--ddp"), (2, "--alike")]
     after = [resume(tmp_path, str(number), plan, "--alike", how, size=size) for number, (size, how) in enumerate(forms)]
     for old, new in zip(before, after[0], strict=True):
         assert new["iterations"] == 42 and new["state"] != old["state"]
-    for one, other in zip(after[0], after[1], strict=True):
-        assert alike(one) == other
-    assert after[2][0]["losses"] == pytest.approx(after[0][0]["losses"], rel=1e-3)
+    for resumed in after[1:]:
+        assert resumed[0]["losses"] == pytest.approx(after[0][0]["losses"], rel=1e-3)
 
 
 @pytest.mark.timeout(180)
