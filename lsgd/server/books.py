@@ -14,7 +14,7 @@ from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Go, Round, Stop
 from lsgd.server.changes import Changes
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Member, NodeQueue, OpenRound, elect, finite
+from lsgd.server.roster import Has, Member, NodeQueue, OpenRound, elect, finite
 
 LOOKAHEAD_SHARE = 4
 """A grant ahead is at most this fraction (one part in so many) of an equal share of the tokens left."""
@@ -263,13 +263,16 @@ class RoundBook:
         ``sent_nbytes``: what it has sent in all rounds since it joined, None if it did not say; ``lacking``: it lacks
         parts of the run's model, and so stays a newcomer.
         """
-        member.committed = max(member.committed, round_id)
+        if round_id > member.committed:  # also one that has failed for others: it has a model, if no common one
+            member.committed = round_id
+            if member.has is Has.NOTHING:
+                member.has = Has.PARTS if lacking else Has.OLDER
         opened = member.round
         if opened is None or opened.round.id != round_id:
             return None
         member.round, member.met = None, opened.round.generation.number
         if opened.round.scope == "global":
-            member.synced, member.lacking = member.synced or not lacking, lacking
+            member.learns(lacking=lacking)
         opened.waiting.remove(member)
         opened.add_sent(member, sent_nbytes)
         if not opened.waiting:
@@ -326,7 +329,7 @@ def roles(
     """
     synced = [m for m in members if m.synced]
     # The state of the most advanced round counts; ties go to the lowest loss.
-    source = min(synced or members, key=lambda m: (m.lacking, -m.committed, m.electable_loss, m.place))
+    source = min(synced or members, key=lambda m: (m.has is Has.PARTS, -m.committed, m.electable_loss, m.place))
     new = [m.rank for m in members if m is not source and (copies or not m.synced)]
     leaders = [-1] * nodes
     for queue in queues:

@@ -10,7 +10,7 @@ from lsgd.protocol.messages import GenerationOver, Refused
 from lsgd.server import answers
 from lsgd.server.links import connected, named_pairs, pairs_of, unreachable, whole_nodes
 from lsgd.server.reasons import CHECK, Reason, Why
-from lsgd.server.roster import Member, MemberState, OpenRound, finite, named
+from lsgd.server.roster import Has, Member, MemberState, OpenRound, finite, named
 from lsgd.server.state import RunState
 
 EXCHANGE_STEPS = 10
@@ -86,7 +86,7 @@ def committed(
     took_s = None if opened.opened_at is None else state.now - opened.opened_at
     state.happened(RoundCompleted(round_id, took_s, opened.sent_nbytes))
     if opened.round.scope == "global":
-        training = sum(m.rank >= 0 and not m.lacking for m in state.roster.members.values())
+        training = sum(m.rank >= 0 and m.has is not Has.PARTS for m in state.roster.members.values())
         state.course.pace.completed(state.now, training, opened.transfer_s)
         state.book.took_part(len(opened.round.generation.indices), len(state.roster.members))
     if opened.round.final:
@@ -125,7 +125,7 @@ def _cut_off(state: RunState, opened: OpenRound, pairs: Sequence[tuple[int, int]
     names, everybody = opened.round.generation.members, state.roster.members
     members = {rank: everybody[name] for rank, name in enumerate(names) if name in everybody}
     holders = {rank for rank, m in members.items() if m.synced}
-    holders = holders or {rank for rank, m in members.items() if m.has_learned}
+    holders = holders or {rank for rank, m in members.items() if m.has is Has.OLDER}
     kept = connected(len(names), pairs, holders)
     cut = [rank for rank in range(len(names)) if rank not in kept]
     reason = unreachable(names, pairs)

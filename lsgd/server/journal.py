@@ -28,10 +28,11 @@ from lsgd.server.books import MAX_ELECTIONS, Ledger, RoundBook
 from lsgd.server.changes import Changes
 from lsgd.server.course import Pace, Stretch
 from lsgd.server.daemon import say
+from lsgd.server.data import DataBook
 from lsgd.server.links import Ways
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import FirstStep, Member, MemberState, OpenRound, Roster, finite
+from lsgd.server.roster import Has, Member, MemberState, OpenRound, Roster, finite
 from lsgd.server.state import RunState
 
 LOCK_WAIT_S = 2.0
@@ -271,13 +272,11 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Ru
     return state
 
 
-VERSION = 14
+VERSION = 15
 """Version of the format."""
 
 _KEPT = (
     "rank",
-    "synced",
-    "lacking",
     "done",
     "committed",
     "last",
@@ -287,6 +286,7 @@ _KEPT = (
     "finished",
     "steps",
     "call",
+    "late",
     "numbers",
     "began",
 )
@@ -323,7 +323,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
             for o in book.open.values()
         ],
         "members": [_member(m) for m in roster.members.values()],
-        "digests": {digest: [first.member.worker, *first[1:]] for digest, first in roster.digests.items()},
+        "data": state.data.to_json(),
         "left": [_member(m) for m in roster.left.values()],
         "made": roster.made,
         "links": state.links.capture(now),
@@ -387,7 +387,6 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
             saved["made"],
             generation,
             Reason(*saved["broken"]),
-            {digest: FirstStep(members[who], *rest) for digest, (who, *rest) in saved["digests"].items()},
         ),
         ledger=Ledger(saved["count"], saved["base"], saved["unheard"]),
         book=RoundBook(
@@ -398,6 +397,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
         ways=Ways(*saved["ways"]),
         first=saved["first"],
         meeting=Meeting.from_json(saved["meeting"]),
+        data=DataBook.from_json(saved["data"]),
         stopping=Reason(*saved["stopping"]),
         failed=Reason(*saved["failed"]),
         terms=tuple(Term(*term) for term in saved["terms"]),
@@ -425,7 +425,7 @@ def _answer_again(state: RunState, opened: OpenRound) -> None:
 
 
 def _member(member: Member) -> dict[str, Any]:
-    return {name: getattr(member, name) for name in (*_KEPT, "granted", "seq")} | {
+    return {name: getattr(member, name) for name in (*_KEPT, "has", "granted", "seq")} | {
         "join": _fields(member.join),
         "state": member.state.name,
         "loss": finite(member.loss),
@@ -441,6 +441,7 @@ def _member_of(saved: dict[str, Any], now: float) -> Member:
         MemberState[saved["state"]],
         seq=saved["seq"],
         loss=saved["loss"],
+        has=Has(saved["has"]),
         leaving=Reason(*saved["leaving"]),
         left=Reason(*saved["left"]),
         **{name: saved[name] for name in _KEPT},

@@ -12,7 +12,7 @@ from lsgd.server import meeting, waits
 from lsgd.server.course import Stretch
 from lsgd.server.greetings import origin_of
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Member, MemberState, by_place, model_of
+from lsgd.server.roster import Has, Member, MemberState, by_place, model_of
 from lsgd.server.state import RunState
 from lsgd.server.waits import Wait
 
@@ -206,7 +206,7 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
     steps = state.steps(len(members))
     now = state.now
     # With Muon a delay costs little. A newcomer that downloads can follow rounds without one only.
-    bears_delay = all(m.join.muon and m.synced and not m.lacking for m in members)
+    bears_delay = all(m.join.muon and m.synced for m in members)
     stretch = state.course.following(now, count, given, len(members), steps, progress, bears_delay=bears_delay)
     schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
@@ -223,7 +223,7 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
             return Serve(stretch, leaving, left)
         # No member has the run's model (a checkpoint may): as many members as there are iterations take part.
         members = sorted(sorted(members, key=lambda m: (-model_of([m]), m.place))[: int(left)], key=by_place)
-    training = sum(not m.lacking for m in members)
+    training = sum(m.has is not Has.PARTS for m in members)
     return Train(stretch, leaving, members, max(len(members), min(schedule.period * training, left)))
 
 

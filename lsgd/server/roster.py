@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
 
 from lsgd.election import standing
 from lsgd.plan.run import RunSettings
@@ -80,6 +79,18 @@ for _before, _after, _ in TRANSITIONS:
     _before.next += (_after,)
 
 
+class Has(enum.IntEnum):
+    """What of the run's model a worker has; a run continues from an ``OLDER`` one or better."""
+
+    NOTHING = 0
+    PARTS = 1
+    """It has completed a global round, and lacks parts that it still downloads: it stays a newcomer."""
+    OLDER = 2
+    """A later round has been made without it, or has failed for others."""
+    WHOLE = 3
+    """It has completed the last global round, or is where the run's checkpoint is."""
+
+
 MAX_LEFT = 4096
 """How many departed workers are remembered."""
 
@@ -95,8 +106,7 @@ class Member:
         held_at: time of its last held request.
         granted: iterations granted and not yet reported done; for a STRAGGLER that has been silent since the server
             was restarted, as many as it may have made. Only the ledger changes this and ``done``.
-        synced: whether it has completed the last global round, and so has the run's model.
-        lacking: whether it lacks parts of the run's model, although it has completed a global round.
+        has: what of the run's model it has; :meth:`learns` and :meth:`falls_behind` change it.
         leaving: reason why it must leave, although the run continues.
         last: whether its request is for a round without an iteration, after which it leaves.
         finished: whether its request says that its script's own loop is over.
@@ -104,6 +114,7 @@ class Member:
         call: number of the call in which it waits for all others; 0: none.
         numbers: what the call averages, by name.
         began: place in that loop when it was welcomed; -1 before that.
+        late: whether it has joined a run that had begun.
         seq: number of its last request.
         answer: to that request; None while there is none.
         round: until it completes the round or the round fails.
@@ -122,8 +133,7 @@ class Member:
     held_at: float = 0.0
     granted: int = 0
     done: int = 0
-    synced: bool = False
-    lacking: bool = False
+    has: Has = Has.NOTHING
     leaving: Reason = NO_REASON
     last: bool = False
     finished: bool = False
@@ -131,6 +141,7 @@ class Member:
     call: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
     began: int = -1
+    late: bool = False
     left: Reason = NO_REASON
     seq: int = 0
     answer: Go | Stop | None = None
@@ -180,14 +191,23 @@ class Member:
         return self.left.code == Why.SILENT.code
 
     @property
-    def has_learned(self) -> bool:
-        """Whether it has a model of the run, maybe an older one."""
-        return self.committed > 0 and not self.lacking
+    def synced(self) -> bool:
+        """Whether it has the run's model."""
+        return self.has is Has.WHOLE
 
     @property
     def model(self) -> str:
-        """What such a model is, in words."""
+        """What its model is, in words."""
         return "the run's model" if self.synced else "an older model of the run"
+
+    def learns(self, *, lacking: bool = False) -> None:
+        """Note that it has completed a global round, or is where the run's checkpoint is."""
+        self.has = Has.PARTS if lacking else Has.WHOLE
+
+    def falls_behind(self) -> None:
+        """Note that the run goes on without what it has."""
+        if self.synced:
+            self.has = Has.OLDER if self.committed else Has.NOTHING
 
     @property
     def electable_loss(self) -> float:
@@ -240,22 +260,6 @@ class OpenRound:
             member.sent_nbytes = total
 
 
-class FirstStep(NamedTuple):
-    """What a member has said of its first step, beside its gradients: digests of its data and its random numbers."""
-
-    member: Member
-    data: str = ""
-    noise: str = ""
-
-    def compared_to(self, other: "FirstStep") -> str:
-        """Return in words what else is equal to that of another member with the same gradients, and what is not."""
-        pairs = (("the data, in the same order", self.data, other.data), ("the noise", self.noise, other.noise))
-        known = [(what, own == its) for what, own, its in pairs if own and its]
-        equal = " and ".join(what for what, same in known if same)
-        differ = " and ".join(what for what, same in known if not same)
-        return (f", and so is {equal}" if equal else "") + (f", but not {differ}" if differ else "")
-
-
 class Roster:
     """The members of the run and of its current generation, with the counts that every decision needs.
 
@@ -267,7 +271,6 @@ class Roster:
         made: iterations of departed incarnations, by name; as many workers as in ``left``.
         generation: the current one, or the last.
         broken: reason why the generation is over; none while it lasts.
-        digests: those of the gradients of first steps, each with the member that reported it first.
 
     Attributes:
         changes: counts those of members and generations, but not that a member is held or goes on.
@@ -286,14 +289,12 @@ class Roster:
         made: Mapping[str, int] | None = None,
         generation: Generation | None = None,
         broken: Reason = NO_REASON,
-        digests: Mapping[str, "FirstStep"] | None = None,
     ) -> None:
         self.changes = Changes()
         self.members = {m.worker: m for m in members}
         self.left = {m.worker: m for m in left}
         self.made = dict(made or {})
         self.generation, self.broken = generation, broken
-        self.digests = dict(digests or {})
         self.spared: set[Member] = set()
         self.happened: list[Happening] = []
         self.queues: dict[int, NodeQueue] = {}
@@ -389,16 +390,10 @@ class Roster:
         self.changes.count += 1
         member.began = step
 
-    def first_with(self, digest: str, own: FirstStep) -> FirstStep:
-        """Return the first step that was the first with gradients of this digest: ``own`` if it is, or its member's."""
-        if digest not in self.digests:
-            self.changes.count += 1
-        first = self.digests.setdefault(digest, own)
-        return own if first.member is own.member else first
-
     def add(self, member: Member) -> None:
         """Add a worker that has joined."""
         self.changes.count += 1
+        member.late = self.generation is not None
         join = member.join
         self.members[member.worker] = member
         self.happened.append(WorkerJoined(join.worker, join.node, join.address, join.gpu))
@@ -414,7 +409,6 @@ class Roster:
         self.left[member.worker] = member
         self.made[member.worker] = self.made.get(member.worker, 0) + member.done
         self._ended.add((member.worker, member.join.incarnation))
-        self.digests = {digest: first for digest, first in self.digests.items() if first.member is not member}
         if len(self.left) > MAX_LEFT:
             oldest = next(iter(self.left))
             del self.left[oldest], self.made[oldest]
@@ -432,7 +426,8 @@ class Roster:
         del self.left[worker]
         self.made[worker] -= member.done
         self._ended.discard((worker, incarnation))
-        member.synced &= self.generation is None or worker in self.generation.members
+        if self.generation is not None and worker not in self.generation.members:
+            member.falls_behind()
         member.rank, member.left = -1, NO_REASON
         self.members[worker] = member
         self.move(member, MemberState.STRAGGLER, Why.BACK(worker=worker, model=member.model))
@@ -492,9 +487,9 @@ by_place = attrgetter("place")
 """Sort key: the order of ranks."""
 
 
-def model_of(members: Iterable[Member]) -> int:
-    """Return the best model that one of ``members`` has: 2: the run's, 1: an older one, 0: none."""
-    return max((2 if m.synced else int(m.has_learned) for m in members), default=0)
+def model_of(members: Iterable[Member]) -> Has:
+    """Return the best model from which a run can continue that one of ``members`` has."""
+    return max((m.has for m in members if m.has is not Has.PARTS), default=Has.NOTHING)
 
 
 def elect(members: list[Member], rule: str, lot: str) -> Member:

@@ -182,7 +182,8 @@ def _order(
         state.moved = False
         state.ledger.unheard = 0  # all members have reported what they made
         for member in state.roster.members.values():
-            member.synced &= member.rank >= 0
+            if member.rank < 0:
+                member.falls_behind()
     for member in members:
         answers.order(state, member, order)
 
@@ -235,7 +236,10 @@ def _go_back(state: RunState, step: next_step.GoBack) -> None:
             _begin_phase(state, course.number, course.next_algorithm.name)
     state.lost_at = 0.0
     for member in step.members:
-        member.synced = next_step.from_checkpoint(member, step.origin)
+        if next_step.from_checkpoint(member, step.origin):
+            member.learns()
+        else:
+            member.falls_behind()
 
 
 def _lose_model(state: RunState, *, fails: bool) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import MemberState, named, transfer_of
+from lsgd.server.roster import Has, MemberState, named, transfer_of
 from lsgd.server.state import RunState
 
 LONG_ROUND_S = 3.0
@@ -49,7 +49,7 @@ def training(state: RunState, now: float) -> Reason:
 def others(state: RunState, now: float) -> Reason:
     """Some live members are held, and others are not."""
     held, busy = state.roster.within(MemberState.HELD), state.roster.within(MemberState.BUSY)
-    if all(m.lacking for m in held):
+    if all(m.has is Has.PARTS for m in held):
         return Why.CATCHES_UP(who=named(held), transfer=transfer_of(held))
     opened = next(iter(state.book.open.values()), None)
     transfer = transfer_of(opened.waiting) if opened else ""

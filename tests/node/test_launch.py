@@ -813,9 +813,13 @@ class TestDevices:
             gpus.choose("cuda", None)
         line = str(refused.value)
         assert f"driver {driver}, torch.version.cuda {torch.version.cuda}" in line and remedy in line
-        assert gpus.choose("auto", 1) == gpus.Devices(
-            ("cpu",), "training on the CPU: " + line.partition("be used: ")[2]
-        )
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPUs of this machine")
+    def test_gpus_that_torch_cannot_use_are_left_alone_where_the_cpu_will_do(self, nvidia_smi):
+        nvidia_smi("470.42.01")
+        chosen = gpus.choose("auto", 1)
+        assert chosen.names == ("cpu",)
+        assert chosen.warning.startswith("training on the CPU: ") and "update the driver to 525" in chosen.warning
 
     def test_hidden_gpus(self, nvidia_smi, monkeypatch):
         nvidia_smi("580.95.05")

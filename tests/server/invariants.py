@@ -78,7 +78,7 @@ SAID_AGAIN = ("run", "count", "base", "unheard", "changes", "elapsed_s")
 
 MEMBER_SAYS_AGAIN = (
     *("done", "committed", "granted", "seq", "loss", "steps", "sent_nbytes"),
-    *("synced", "lacking"),  # it has completed a round, or says so again
+    "has",  # it has completed a round, or says so again
     "usual",
 )
 

@@ -4,6 +4,7 @@ import pytest
 
 from lsgd.protocol.messages import Go, Heartbeat
 from lsgd.server.next_step import waits_for
+from lsgd.server.roster import Has
 
 from .helpers import Bench, started
 from .test_memento import reborn
@@ -71,7 +72,7 @@ def test_a_request_says_it_too_if_the_word_about_the_round_is_lost() -> None:
     train(bench)
     bench.committed["10"] = bench.member("10").round.round.id
     ask(bench)
-    assert bench.member("10").lacking and not bench.member("10").synced
+    assert bench.member("10").has is Has.PARTS
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -10,6 +10,7 @@ from lsgd.server import next_step, scheduler, waits
 from lsgd.server.books import MAX_FAILED_ROUNDS
 from lsgd.server.journal import capture
 from lsgd.server.next_step import Close, EndRun, Final, GoBack, LimitWait, Lost, Serve, Step, Train
+from lsgd.server.roster import Has
 from lsgd.server.waits import Wait
 
 from .helpers import Bench, Lockstep, started
@@ -96,6 +97,6 @@ def test_a_run_whose_model_is_lost_fails_or_starts_over(monkeypatch, scratch) ->
     bench.ask("00")
     assert isinstance(step_after(bench, monkeypatch, "01"), Train)
     for member in bench.roster.members.values():
-        member.synced, member.committed = False, 0
+        member.has = Has.NOTHING
     step = next_step.choose(bench.state)
     assert isinstance(step, GoBack) if scratch else isinstance(step, Lost) and step.fails
