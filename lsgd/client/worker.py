@@ -33,6 +33,7 @@ from lsgd.client.control.joining import (
     unwrapped,
 )
 from lsgd.client.control.replicas import bare, ddp_of
+from lsgd.client.data.deals import facts_of, facts_of_stream, place_in_script
 from lsgd.client.data.ending import EndingLoader
 from lsgd.client.data.first import FirstData, FirstSteps
 from lsgd.client.data.passes import Pass, Passes, peek, rows_of
@@ -40,6 +41,7 @@ from lsgd.client.data.randomness import OwnInEachProcess, begin_own
 from lsgd.client.data.samplers import options_of, shard_of
 from lsgd.client.data.shards import ShardLoader, length, shard_loader
 from lsgd.client.data.streams import Part, StreamLoader, is_stream
+from lsgd.client.data.trainers import TrainerData
 from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.reports import Timings, numbers_of
 from lsgd.client.iteration.step import Event
@@ -55,7 +57,7 @@ from lsgd.errors import (
 )
 from lsgd.flat import FlatParameters
 from lsgd.observer import listen_if_asked, observed, observer
-from lsgd.protocol.messages import LOOP_ENDED, MAX_LOGGED, Data, Leave, Left, Status, StatusQuery
+from lsgd.protocol.messages import LOOP_ENDED, MAX_LOGGED, Data, Dealt, Leave, Left, Status, StatusQuery
 from lsgd.run_folder import CHECKPOINTS
 from lsgd.schedulers import counts, inner
 from lsgd.settings import AlgorithmSettings
@@ -112,6 +114,7 @@ class Worker:
         leave_on_errors(self)
         self._parts = weakref.WeakSet[Part]()
         self._samplers: list[Passes] = []
+        self._facts: dict[str, dict[str, str]] = {}  # last told of the data that is dealt at a place of the script
         atexit.register(_leave_at_exit, weakref.ref(self))
 
     @classmethod
@@ -181,7 +184,7 @@ class Worker:
                 exchanged = isinstance(replica.algorithm, GradientAlgorithm)
                 first.watch(model.parameters(), replica.optimizers, exchanged=exchanged)
                 worker = cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints, first)
-                observer().joined(worker)
+                observer().joined(worker, model, optimizers)
                 return worker
 
     # -- what a training loop uses -----------------------------------------------------------------------------
@@ -261,6 +264,7 @@ class Worker:
     @property
     def stopped(self) -> bool:
         """Whether the run has ended and the model is the consensus, or this worker has left the run."""
+        observer().reads("stopped")
         return self._steps.step.has_ended
 
     @property
@@ -339,9 +343,10 @@ class Worker:
         loader = shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._deal(loader)
 
-    def divided(self) -> None:
-        """Say that the script's data is divided among the workers, so that the servers need not compare it."""
+    def divides(self, data: TrainerData) -> None:
+        """Say that a Trainer's data is divided among the workers: servers compare how, and not what they learn."""
         self._first.tell_nothing()
+        data.tell(self._dealt)
 
     def _own(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return a loader's options, with which its processes draw numbers of this worker's own."""
@@ -349,7 +354,15 @@ class Worker:
             return options
         return {**options, "worker_init_fn": OwnInEachProcess(init)}
 
+    def _dealt(self, where: str, facts: dict[str, str]) -> Callable[[int, str], None]:
+        """Tell the servers how data is dealt at a place of the script, unless they know; return what tells a pass."""
+        if self._facts.get(where) != facts:
+            self._facts[where] = facts
+            self._channel.send(Dealt(*self._membership.who, where, facts))
+        return partial(_tell, weakref.ref(self), where, facts)
+
     def _deal(self, loader: ShardLoader) -> ShardLoader:
+        loader.passes.tell = self._dealt(place_in_script(), facts_of(loader.dataset, loader.passes))
         loader.passes.follow(self._samplers)
         self._samplers.append(loader.passes)
         return self._checkpoints.attend(self._ending(loader))
@@ -384,7 +397,7 @@ class Worker:
         Raises:
             ConfigError: it is neither, a dataset has fewer samples than workers, or a sampler has no length.
         """
-        self.divided()
+        self._first.tell_nothing()
         if isinstance(data, Mapping):
             return {name: self.shard(each) for name, each in data.items()}
         if isinstance(data, list | tuple) and any(isinstance(each, DataLoader) for each in data):
@@ -411,6 +424,7 @@ class Worker:
         Raises:
             ConfigError: there are fewer rows than workers.
         """
+        self._dealt(place_in_script(), {"length": str(length)})
         return rows_of(length, _place(weakref.ref(self)), epoch)
 
     @observed
@@ -458,6 +472,7 @@ class Worker:
         if isinstance(stream, Part) and stream in self._parts:
             return stream
         part = self._ending(Part(stream, partial(_place, weakref.ref(self))))
+        self._dealt(place_in_script(), facts_of_stream(part.stream))
         self._parts.add(part)
         return part
 
@@ -495,6 +510,7 @@ class Worker:
                     batch = next(source)
                 except StopIteration:
                     return
+                self._first.note(batch)
                 yield batch
                 left -= 1
                 if left and not self.end_step():
@@ -620,7 +636,8 @@ class Worker:
         """Step aside to evaluate or to save: rounds continue without this worker until its next iteration.
 
         Pause after the step of a batch, or between two loops: an iteration that has not run is given back.
-        A worker that misses a global round takes the run's model when it comes back.
+        A worker that misses a global round takes the run's model when it comes back. Algorithms that exchange changes
+        of models (``local``, ``diloco``, ``sparse``) add what it has learned since its last round.
         """
         self._steps.pause()
         yield
@@ -864,6 +881,12 @@ def _place(me: "weakref.ref[Worker]") -> tuple[int, int]:
     assert worker is not None, "the loader has outlived its worker"
     island, (part, parts) = worker._membership.island, worker.part
     return part + parts * island.rank, parts * island.size
+
+
+def _tell(me: "weakref.ref[Worker]", where: str, facts: dict[str, str], epoch: int, order: str) -> None:
+    """Tell the servers the order of a pass."""
+    if (worker := me()) is not None:
+        worker._channel.send(Dealt(*worker._membership.who, where, facts, epoch, order))
 
 
 def _has_ended(me: "weakref.ref[Worker]") -> bool:

@@ -72,9 +72,9 @@ class Integration:
         extra = {**(self._options.get("extra") or {}), **{name: x for name, x in own.items() if x is not None}}
         self._worker = Worker.join(model, optimizers, **{"step": step, **self._options, "extra": extra})
         if self._data is not None:
-            self._worker.divided()
-        if self._data is not None and self._worker.plan.run.own_noise:
-            self._data.begin_own()
+            self._worker.divides(self._data)
+            if self._worker.plan.run.own_noise:
+                self._data.begin_own()
         return self._worker
 
     def _leave(self) -> None:

@@ -129,7 +129,7 @@ class Data(FromWorker):
     """Digests of what a worker learned first; they reveal two workers that learn the same thing twice.
 
     Args:
-        digest: of the gradients of its first step.
+        digest: of the gradients of its first step; or ``data`` again, of several steps whose data differs.
         data: of the first data that it drew, or that its model got; empty: unknown.
         noise: of its random numbers at that step; empty: unknown.
     """
@@ -137,6 +137,23 @@ class Data(FromWorker):
     digest: str
     data: str = ""
     noise: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt(FromWorker):
+    """How a worker deals data that lsgd divides; all must deal alike, because each takes its part of it.
+
+    Args:
+        where: place in the script where it is divided, such as ``train.py:31``.
+        facts: what is dealt and how, by name: its length, a digest of its rows, the sampler, its first order, the seed.
+        epoch: number of the pass.
+        order: digest of the order of that pass; empty: it follows from the facts.
+    """
+
+    where: str
+    facts: dict[str, str]
+    epoch: int = 0
+    order: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -699,7 +716,7 @@ class Status:
     report: str
 
 
-Upward = Join | Data | Request | Heartbeat | Done | Pause | Leave | Put | Get
+Upward = Join | Data | Dealt | Request | Heartbeat | Done | Pause | Leave | Put | Get
 """What a worker sends."""
 
 Downward = (
@@ -762,6 +779,7 @@ Message = (
     | Copy
     | Meet
     | Moved
+    | Dealt
 )
 """Every message; its position is its kind on the wire."""
 

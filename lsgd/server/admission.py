@@ -172,6 +172,7 @@ def remove(state: RunState, member: Member, reason: Reason) -> None:
     endings.settle(state, member, member.done)
     in_generation = member.rank >= 0 and member.state is not MemberState.ENDED
     state.roster.remove(member, reason)
+    state.data.forget(member.worker)
     state.few_since = state.now
     state.note(Why.LEAVES(worker=member.worker, reason=reason, done=member.done))
     endings.left_round(state, member, Why.GONE, reason=reason)

@@ -35,6 +35,9 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
 15. A newcomer that has completed a round but lacks parts of the run's model stays a newcomer, and gets no iterations.
 16. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Any
     later request is answered with the end, and so is every request if there can be no consensus.
+17. No two workers learn the same in their first steps; a newcomer's have other data than those of the others had.
+18. Data that lsgd divides is the same on all workers, and dealt alike. Whoever comes last with other data is refused;
+    before the first exchange of what workers have learned, the run fails.
 """
 
 import math
@@ -46,6 +49,7 @@ from lsgd.plan.run import LENGTH_SETTINGS, RunSettings
 from lsgd.protocol.events import RunChanged, SettingsChanged
 from lsgd.protocol.messages import (
     Data,
+    Dealt,
     Done,
     Evicted,
     GenerationOver,
@@ -66,8 +70,8 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server import admission, answers, endings, meeting, scheduler, succession
 from lsgd.server.life import Stage
-from lsgd.server.reasons import NO_REASON, Why
-from lsgd.server.roster import FirstStep, Member, MemberState
+from lsgd.server.reasons import NO_REASON, Reason, Why
+from lsgd.server.roster import Member, MemberState
 from lsgd.server.state import UNSAID, Decision, RunState
 from lsgd.server.succession import Outcome
 from lsgd.settings import changed, fields
@@ -232,7 +236,9 @@ class Coordinator:
                 endings.committed(self.state, member, committed)
                 admission.remove(self.state, member, Why.FAILED(error=reason) if failed else Why.LEFT(farewell=reason))
             case Data():
-                self._check_data(member, message)
+                self._check_data(member, self.state.data.learned(member, message))
+            case Dealt():
+                self._check_data(member, self.state.data.dealt(member, message))
 
     def _heartbeat(self, member: Member, beat: Heartbeat) -> None:
         """Note that a member is alive; an open round moves as long as what it says of a transfer changes."""
@@ -307,13 +313,9 @@ class Coordinator:
             self.state.roster.goes_on(member)
         self.state.answer(member, Paused(pause.seq))
 
-    def _check_data(self, member: Member, said: Data) -> None:
-        own = FirstStep(member, said.data, said.noise)
-        other = self.state.roster.first_with(said.digest, own)
-        if other is own:
-            return
-        reason = Why.SAME_BATCHES(worker=member.worker, other=other.member.worker, same=own.compared_to(other))
-        if self.state.book.ordered["global"] <= 1:  # all run one script, and have learned nothing from each other yet
-            endings.fail(self.state, reason)
-        else:
-            admission.refuse(self.state, member, reason)
+    def _check_data(self, member: Member, wrong: Reason) -> None:
+        """Refuse a member whose data is wrong; all, if they run one script and have learned nothing from each other."""
+        if wrong and self.state.book.ordered["global"] <= 1:
+            endings.fail(self.state, wrong)
+        elif wrong:
+            admission.refuse(self.state, member, wrong)

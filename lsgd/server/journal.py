@@ -27,11 +27,12 @@ from lsgd.server.books import MAX_ELECTIONS, Ledger, RoundBook
 from lsgd.server.changes import Changes
 from lsgd.server.course import Pace, Stretch
 from lsgd.server.daemon import say
+from lsgd.server.data import DataBook
 from lsgd.server.life import Life
 from lsgd.server.links import Ways
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import FirstStep, Has, Member, MemberState, OpenRound, Roster, finite
+from lsgd.server.roster import Has, Member, MemberState, OpenRound, Roster, finite
 from lsgd.server.state import RunState
 
 LOCK_WAIT_S = 2.0
@@ -285,6 +286,7 @@ _KEPT = (
     "finished",
     "steps",
     "call",
+    "late",
     "numbers",
     "began",
 )
@@ -319,7 +321,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
             for o in book.open.values()
         ],
         "members": [_member(m) for m in roster.members.values()],
-        "digests": {digest: [first.member.worker, *first[1:]] for digest, first in roster.digests.items()},
+        "data": state.data.to_json(),
         "left": [_member(m) for m in roster.left.values()],
         "made": roster.made,
         "links": state.links.capture(now),
@@ -383,7 +385,6 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
             saved["made"],
             generation,
             Reason(*saved["broken"]),
-            {digest: FirstStep(members[who], *rest) for digest, (who, *rest) in saved["digests"].items()},
         ),
         ledger=Ledger(saved["count"], saved["base"], saved["unheard"]),
         book=RoundBook(
@@ -395,6 +396,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
         first=saved["first"],
         meeting=Meeting.from_json(saved["meeting"]),
         life=Life.from_json(saved["life"], now),
+        data=DataBook.from_json(saved["data"]),
         terms=tuple(Term(*term) for term in saved["terms"]),
         beaten=tuple(Term(*term) for term in saved["beaten"]),
         moved=saved["moved"],

@@ -78,10 +78,14 @@ class Why(enum.Enum):
     )
     CAME_BACK = "this process of {worker} has already left the run, or was evicted; start it again"
     SAME_BATCHES = (
-        "{worker} and {other} draw the same batches, so one of them learns nothing new (the gradient of their first "
-        "steps is the same{same}): give each its part of a DataLoader or a stream, loader = worker.shard(loader), of a "
-        "dataset, worker.loader(data, ...), or of rows, worker.rows(n); or, if that is meant, pass same_data=True to "
-        "the join"
+        "{worker} and {other} draw the same batches, so one of them learns nothing new ({same}): give each its part of "
+        "a DataLoader or a stream, loader = worker.shard(loader), of a dataset, worker.loader(data, ...), or of rows, "
+        "worker.rows(n); or, if that is meant, pass same_data=True to the join"
+    )
+    OTHER_DEAL = (
+        "{worker} and {other} divide other data at {where} ({differ}), but each takes its part of what all deal alike, "
+        "so some rows would be drawn twice and others by nobody: {remedy}. Or, if each worker has data of its own, do "
+        "not let lsgd divide it: worker.batches(DataLoader(...)), in a Trainer LsgdCallback(shard=False)"
     )
     TOO_FEW = "after {waited_s:g} s only {joined}; start the others, or a run of fewer (LSGD_WORKERS=N)"
     OTHER_CALL = (

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import NamedTuple
 
 from lsgd.election import standing
 from lsgd.plan.run import RunSettings
@@ -115,6 +114,7 @@ class Member:
         call: number of the call in which it waits for all others; 0: none.
         numbers: what the call averages, by name.
         began: place in that loop when it was welcomed; -1 before that.
+        late: whether it has joined a run that had begun.
         seq: number of its last request.
         answer: to that request; None while there is none.
         round: until it completes the round or the round fails.
@@ -141,6 +141,7 @@ class Member:
     call: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
     began: int = -1
+    late: bool = False
     left: Reason = NO_REASON
     seq: int = 0
     answer: Go | Stop | None = None
@@ -259,22 +260,6 @@ class OpenRound:
             member.sent_nbytes = total
 
 
-class FirstStep(NamedTuple):
-    """What a member has said of its first step, beside its gradients: digests of its data and its random numbers."""
-
-    member: Member
-    data: str = ""
-    noise: str = ""
-
-    def compared_to(self, other: "FirstStep") -> str:
-        """Return in words what else is equal to that of another member with the same gradients, and what is not."""
-        pairs = (("the data, in the same order", self.data, other.data), ("the noise", self.noise, other.noise))
-        known = [(what, own == its) for what, own, its in pairs if own and its]
-        equal = " and ".join(what for what, same in known if same)
-        differ = " and ".join(what for what, same in known if not same)
-        return (f", and so is {equal}" if equal else "") + (f", but not {differ}" if differ else "")
-
-
 class Roster:
     """The members of the run and of its current generation, with the counts that every decision needs.
 
@@ -286,7 +271,6 @@ class Roster:
         made: iterations of departed incarnations, by name; as many workers as in ``left``.
         generation: the current one, or the last.
         broken: reason why the generation is over; none while it lasts.
-        digests: those of the gradients of first steps, each with the member that reported it first.
 
     Attributes:
         changes: counts those of members and generations, but not that a member is held or goes on.
@@ -305,14 +289,12 @@ class Roster:
         made: Mapping[str, int] | None = None,
         generation: Generation | None = None,
         broken: Reason = NO_REASON,
-        digests: Mapping[str, "FirstStep"] | None = None,
     ) -> None:
         self.changes = Changes()
         self.members = {m.worker: m for m in members}
         self.left = {m.worker: m for m in left}
         self.made = dict(made or {})
         self.generation, self.broken = generation, broken
-        self.digests = dict(digests or {})
         self.spared: set[Member] = set()
         self.happened: list[Happening] = []
         self.queues: dict[int, NodeQueue] = {}
@@ -408,16 +390,10 @@ class Roster:
         self.changes.count += 1
         member.began = step
 
-    def first_with(self, digest: str, own: FirstStep) -> FirstStep:
-        """Return the first step that was the first with gradients of this digest: ``own`` if it is, or its member's."""
-        if digest not in self.digests:
-            self.changes.count += 1
-        first = self.digests.setdefault(digest, own)
-        return own if first.member is own.member else first
-
     def add(self, member: Member) -> None:
         """Add a worker that has joined."""
         self.changes.count += 1
+        member.late = self.generation is not None
         join = member.join
         self.members[member.worker] = member
         self.happened.append(WorkerJoined(join.worker, join.node, join.address, join.gpu))
@@ -433,7 +409,6 @@ class Roster:
         self.left[member.worker] = member
         self.made[member.worker] = self.made.get(member.worker, 0) + member.done
         self._ended.add((member.worker, member.join.incarnation))
-        self.digests = {digest: first for digest, first in self.digests.items() if first.member is not member}
         if len(self.left) > MAX_LEFT:
             oldest = next(iter(self.left))
             del self.left[oldest], self.made[oldest]

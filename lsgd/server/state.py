@@ -12,6 +12,7 @@ from lsgd.protocol.messages import Downward, Join, Moved, Pause, Request, Term, 
 from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.changes import Changes
 from lsgd.server.course import Course
+from lsgd.server.data import DataBook
 from lsgd.server.life import Life, Stage
 from lsgd.server.links import Links, Ways
 from lsgd.server.meeting import Meeting
@@ -63,6 +64,7 @@ class RunState:
         few_since: time from which workers wait for others to join.
         first: name of the worker that saves for all, fixed when the run begins.
         meeting: call that workers make together.
+        data: what workers have said of their data.
         announced: number of workers on each node, according to its local server.
         links: members that the run continues without, because others cannot reach them.
         gives_way: where another part of the run continues, if this one has given up; None: it has not.
@@ -96,6 +98,7 @@ class RunState:
     ways: Ways = field(default_factory=Ways)
     first: str = ""
     meeting: Meeting = field(default_factory=Meeting)
+    data: DataBook = field(default_factory=DataBook)
     gives_way: Moved | None = None
     guarded: bool = False
     counted: Changes = field(default_factory=Changes)
@@ -115,7 +118,7 @@ class RunState:
             self.life = Life(Stage.TRAINING, self.now)
         elif self.life.stage is Stage.GATHERING and self.suffices(len(self.roster.members)):
             self.life = Life(Stage.WELCOMING, self.now)
-        for part in (self.roster, self.book, self.course, self.links, self.ways, self.meeting, self.life):
+        for part in (self.roster, self.book, self.course, self.links, self.ways, self.meeting, self.data, self.life):
             part.changes = self.counted
 
     @property

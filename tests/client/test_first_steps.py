@@ -122,3 +122,19 @@ def test_sparse_gradients_are_compared_too() -> None:
         (model(torch.tensor([row])).sum() * (row + 1)).backward()
         optimizer.step()
     assert len(told) == 2 and told[0][0] != told[1][0]
+
+
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_the_data_of_two_steps_is_told_too_unless_it_is_always_the_same(exchanged) -> None:
+    """A newcomer's gradients are of another model than the others' first ones; a graph is the same in each step."""
+    told = []
+    for seed, second in ((0, BOUNDARY), (1, BOUNDARY), (0, BOUNDARY + 1), (0, GRAPH)):
+        script = Script(exchanged=exchanged, seed=seed)
+        for batches in ((GRAPH, BOUNDARY), (second, GRAPH), (BOUNDARY,)):
+            script.step(*batches)
+        assert script.told[0][0] != script.told[0][1] and not script.first.compares
+        told.append(script.told[1:])
+    ((one, data, noise),), again, other, fixed = told
+    assert one == data and not noise
+    assert again == [(one, one, "")] and len(other) == 1 and other[0][0] != one
+    assert fixed == []

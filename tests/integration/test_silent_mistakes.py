@@ -1,7 +1,10 @@
 """Mistakes that once ended well, or never: each is said, in a run with real servers."""
 
+import itertools
 import logging
+import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,9 +13,10 @@ import torch
 from torch import nn
 
 from lsgd.client import Worker
+from lsgd.client.control.identity import Identity
 from lsgd.client.iteration import steps
 from lsgd.client.iteration.steps import FAIL_AFTER_STEPS, WARN_AFTER_STEPS
-from lsgd.errors import ConfigError, LsgdError
+from lsgd.errors import ConfigError, JoinError, LsgdError
 
 from .test_steps import BATCH, network
 
@@ -265,3 +269,28 @@ def test_losses_that_elect_nobody_are_said_once(cluster, algorithm, warns) -> No
     for index, trouble in enumerate(("has reported no loss", r"non-finite losses (mean nan)")):
         assert outputs[index].count(trouble) == warns
         assert outputs[index].count("call worker.report(loss) after each step") == warns
+
+
+def test_a_seed_by_rank_is_found_before_anything_is_learned(cluster) -> None:
+    """Each worker would take its part of another order: some rows twice, others never."""
+    cluster.start("--workers", "2", "--algorithm", "local", "--period", "4")
+    identities = [Identity(index, index + 1, cluster.local_address(0), None) for index in range(2)]
+
+    def train(identity: Identity) -> str:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker = Worker.join(model, optimizer, identity=identity)
+        loader = worker.loader(torch.ones(64, 1), seed=worker.rank)
+        try:
+            for batch in itertools.chain.from_iterable(worker.batches(loader) for _ in range(100)):
+                model(batch).sum().backward()
+                optimizer.step()
+        except JoinError as error:
+            worker.fails(error)
+            return str(error)
+        return "nothing"
+
+    with ThreadPoolExecutor(2) as threads:
+        for said in threads.map(train, identities):
+            assert re.search(r"divide other data at test_silent_mistakes\.py:\d+ \(seed \d and \d\)", said), said
+            assert "pass the same seed on all workers" in said

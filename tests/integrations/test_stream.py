@@ -119,9 +119,7 @@ def test_a_sampler_with_fewer_samples_than_workers_is_an_error():
 @pytest.mark.parametrize("sampler", [RandomSampler(range(20)), SequentialSampler(range(20))])
 def test_a_sampler_that_draws_each_sample_once_makes_way_for_shards(sampler):
     (one, other), integration = deal(sampler, range(20))
-    assert sorted(one[:10] + other[:10]) == [*range(20)] and isinstance(
-        integration._data.parts[0]._passes, ShardSampler
-    )
+    assert sorted(one[:10] + other[:10]) == [*range(20)] and isinstance(integration._data.parts[0].passes, ShardSampler)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

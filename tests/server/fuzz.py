@@ -29,6 +29,7 @@ from lsgd.protocol.messages import (
     ChangeSettings,
     Copy,
     Data,
+    Dealt,
     Done,
     Events,
     EventsQuery,
@@ -86,6 +87,7 @@ def samples() -> list[bytes]:
     join = Join(PROTOCOL, *OTHER, 0, 1, {"torch": "2.13.0"}, "digest", "2 parameters", "", "127.0.0.1")
     messages: list[Any] = [
         *(join, WorkerHello(PROTOCOL, 8), WorkerHelloReply(0, "tcp://x:1"), Data(*OTHER, "digest"), Heartbeat(*OTHER)),
+        Dealt(*OTHER, "train.py:7", {"length": "9"}, 3, "order"),
         *(Request(*OTHER, 1, 0, 0, 0, 0.5), Done(*OTHER, 3, True, ""), Pause(*OTHER, 1, 0)),
         *(Leave(*OTHER, 0, False, "why"), Left(), Put(*OTHER, 1, "key", b"value"), Get(*OTHER, 1, "key")),
         *(NodeHello(PROTOCOL, 0, 1, "host", "0.1.0"), NodeWelcome("run"), NodeLeave(0, 1, "why")),

@@ -21,6 +21,9 @@ logger = logging.getLogger("lsgd")
 
 T = TypeVar("T")
 
+NOTED = 2
+"""In how many steps the first data is noted: if it is the same in both, it always is, and says nothing."""
+
 STEPS = 64
 """How many steps without a gradient the comparison waits for one: a GradScaler skips some, a warm-up may freeze all."""
 
@@ -32,16 +35,20 @@ class FirstSteps:
     """Lets the servers compare what workers learn in their first steps, where lsgd does not divide the data.
 
     Two whose gradients are equal learn the same thing twice. Equal inputs alone say nothing: a later forward pass of
-    the step may have others, and the same graph may have another mask.
+    the step may have others, and the same graph may have another mask. A newcomer's gradients are of another model than
+    the others' first ones, so the first data of two steps is told too, if it is not always the same.
 
     Args:
         tell: sends three digests: of the gradients, of the first data, and of the random numbers at the first step; the
-            last two are empty if there are none.
+            last two are empty if there are none. The first two are one if they are of the data of two steps.
     """
 
     def __init__(self, tell: Callable[[str, str, str], object]) -> None:
         self._tell: Callable[[str, str, str], object] | None = tell
-        self._data = self._noise = ""
+        self._noise = ""
+        self._drawn: list[str] = []  # digests of the first data of each step
+        self._notes = True  # the first data of this step is yet to come
+        self._has_told = False  # of the gradients
         self._steps = STEPS
         self._waiting: set[torch.optim.Optimizer] = set()
         self._all: list[torch.optim.Optimizer] = []
@@ -82,13 +89,19 @@ class FirstSteps:
             for hook in self._hooks:
                 hook.remove()
             self._hooks.clear()
-        elif not self._noise:
-            self._noise = digest_of_random_states()
+        else:
+            self._notes = True
+            self._noise = self._noise or digest_of_random_states()
 
     def note(self, batch: object) -> None:
-        """Note the first data that the script draws, or that the model gets."""
-        if self._tell is not None and not self._data:
-            self._data = digest(batch)
+        """Note the first data that the script draws in a step, or that the model gets."""
+        if self._tell is None or not self._notes or len(self._drawn) == NOTED:
+            return
+        self._drawn.append(digest(batch))
+        self._notes = False
+        if len(set(self._drawn)) == NOTED and "" not in self._drawn:
+            order = hashlib.blake2b("".join(self._drawn).encode(), digest_size=16).hexdigest()
+            self._tell(order, order, "")
 
     def tell_nothing(self) -> None:
         """Compare nothing: lsgd divides the data, or equal data is meant."""
@@ -106,6 +119,9 @@ class FirstSteps:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._tell is None:
             return
+        if self._has_told:
+            self._tell = None
+            return
         if not self._exchanged:
             for parameter in (x for group in optimizer.param_groups for x in group["params"]):
                 self._add(parameter)
@@ -113,15 +129,16 @@ class FirstSteps:
         if self._waiting:
             return
         if self._learned:
-            self._tell(self._hashed.hexdigest(), self._data, self._noise)
+            self._tell(self._hashed.hexdigest(), next(iter(self._drawn), ""), self._noise)
+            self._has_told = True
         self._steps -= 1
-        if self._learned or not self._steps:
+        if not self._steps:
             self._tell = None
         self._begin()
 
 
 class FirstData:
-    """Notes the first batch where lsgd does not divide the data, and looks if any come.
+    """Looks at a script's passes over data: whether lsgd divides it, and whether any batches come.
 
     Raises:
         LsgdError: two passes in a row had no batch, so that the script would begin passes forever.
@@ -138,8 +155,6 @@ class FirstData:
             self._steps.tell_nothing()
         elif self._steps.compares:
             warn_if_unsharded(loader, world_size)
-            first, source = peek(source)
-            self._steps.note(first)
         return self._not_empty(source)
 
     def _not_empty(self, source: Iterator[T]) -> Iterator[T]:

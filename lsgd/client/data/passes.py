@@ -15,6 +15,10 @@ Place = Callable[[], tuple[int, int]]
 """Returns the current (rank, world size); in islands, of this process among all processes."""
 
 
+def tell_nobody(epoch: int, order: str) -> None:
+    """Do nothing: there are no servers."""
+
+
 class Passes(Sampler[Any]):
     """A worker's part of each pass over the data: samples, or whole batches of them.
 
@@ -36,6 +40,9 @@ class Passes(Sampler[Any]):
     over: Callable[[], bool] = staticmethod(never)
     """Whether the run has ended, and so all passes, also those of a loader that another library has made anew."""
 
+    tell: Callable[[int, str], object] = staticmethod(tell_nobody)
+    """Tells the servers a pass and a digest of its order, if a sampler of the script's draws it."""
+
     def __init__(self, length: int, place: Place, seed: int, processes: int = 1) -> None:
         self.length = length
         self.place = place
@@ -47,6 +54,11 @@ class Passes(Sampler[Any]):
         self._skip = 0
         self._through = -1  # the last epoch of which everything was drawn
 
+    @property
+    def name(self) -> str:
+        """What draws, in a word."""
+        raise NotImplementedError
+
     def draw(self) -> list[Any]:
         """Return this worker's part of the current epoch."""
         raise NotImplementedError
@@ -55,12 +67,23 @@ class Passes(Sampler[Any]):
         """Return why this worker has no part of a pass."""
         raise NotImplementedError
 
+    def order(self) -> str:
+        """Return a digest of the order of the current epoch, for all workers; empty: it follows from the seed."""
+        return ""
+
+    def deal(self) -> list[Any]:
+        """Return this worker's part of the current epoch, and tell the servers its order."""
+        units = self.draw()
+        if self.epoch and (order := self.order()):  # that of the first pass is among the facts
+            self.tell(self.epoch, order)
+        return units
+
     def __iter__(self) -> Iterator[Any]:
         self.epoch = self.next_epoch
         skip, self._skip = self._skip, 0
         self.consumed = skip
         self.dealt_for = self.place()
-        return self._rest(self.draw()[skip:], self.epoch)
+        return self._rest(self.deal()[skip:], self.epoch)
 
     @property
     def next_epoch(self) -> int:

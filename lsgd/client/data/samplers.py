@@ -12,6 +12,7 @@ What is left is refused.
 """
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
@@ -75,10 +76,28 @@ class EveryNth(_Epochs):
     def __init__(self, sampler: Any, length: int, place: Place, seed: int, processes: int = 1) -> None:
         super().__init__(length, place, seed, processes)
         self._sampler = sampler
+        self._order: tuple[int, str] | None = None  # an epoch, and the digest of its order
+
+    @property
+    def name(self) -> str:
+        """The sampler's class."""
+        return type(self._sampler).__name__
+
+    def _drawn(self) -> list[int]:
+        drawn = drawn_by(self._sampler, self.seed, self.epoch)
+        self._order = (self.epoch, digest_of(drawn))
+        return drawn
+
+    def order(self) -> str:
+        """Return a digest of the order of the current epoch."""
+        if self._order is None or self._order[0] != self.epoch:
+            self._drawn()
+        assert self._order is not None
+        return self._order[1]
 
     def draw(self) -> list[int]:
         """Return this worker's part of the current epoch."""
-        return drawn_by(self._sampler, self.seed, self.epoch)[self.share(len(self._sampler))]
+        return self._drawn()[self.share(len(self._sampler))]
 
     def none(self) -> str:
         """Return why this worker has no part of a pass."""
@@ -107,6 +126,15 @@ class WholeBatches(_Epochs):
         if self._kept is None or self._kept[0] != self.epoch:
             self._kept = (self.epoch, runs_of(drawn_by(self._batches, self.seed, self.epoch)))
         return self._kept[1]
+
+    @property
+    def name(self) -> str:
+        """The class of what draws batches."""
+        return type(self._batches).__name__
+
+    def order(self) -> str:
+        """Return a digest of the order of the current epoch."""
+        return digest_of([batch for run in self.runs() for batch in run])
 
     def draw(self) -> list[Any]:
         """Return this worker's part of the current epoch."""
@@ -148,6 +176,11 @@ class WithinPart(_Epochs):
         self._dataset, self._make = dataset, make
         self._rows = ShardSampler(len(dataset), place, seed, False, processes)
         self._kept: tuple[tuple[Any, ...], list[int], Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """What draws within a part of what, in a word."""
+        return "within a part"
 
     def _part(self) -> tuple[list[int], Any]:
         """Return this worker's rows in the current epoch, and the batches over them."""
@@ -194,6 +227,13 @@ def drawn_by(sampler: Any, seed: int, epoch: int, first: int | None = None) -> l
     if len(drawn) == most:
         raise ConfigError(f"a {type(sampler).__name__} of length {len(sampler)} has no end: {ROWS_BY_HAND}")
     return drawn
+
+
+def digest_of(drawn: Sequence[Any]) -> str:
+    """Return a digest of what a sampler has drawn, in its order."""
+    numbers = drawn and all(type(unit) is int for unit in drawn)
+    data = np.asarray(drawn, dtype=np.int64).tobytes() if numbers else repr(drawn).encode()
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 def _copied(sampler: Any) -> Any:

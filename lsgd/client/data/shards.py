@@ -36,6 +36,11 @@ class ShardSampler(Passes):
         super().__init__(length, place, seed, processes)
         self.shuffle = shuffle
 
+    @property
+    def name(self) -> str:
+        """How the shards are drawn."""
+        return "at random" if self.shuffle else "in order"
+
     def shard(self) -> Tensor:
         """Return the indices of this worker's shard in the order of the current epoch."""
         generator = torch.Generator().manual_seed(number_of(self.seed, self.epoch))

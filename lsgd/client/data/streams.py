@@ -60,12 +60,12 @@ class Part(IterableDataset[Any]):
 
     def __init__(self, stream: Iterable[Any], place: Callable[[], tuple[int, int]]) -> None:
         check_stream(stream)
-        self._stream: Iterable[Any] = stream._stream if isinstance(stream, Part) else stream
+        self.stream: Iterable[Any] = stream.stream if isinstance(stream, Part) else stream
         self._place: Callable[[], tuple[int, int]] | None = place
         self._shared = torch.zeros(3, dtype=torch.int64, device="cpu")  # rank, world size, pass
         self._shared.share_memory_()  # type: ignore[no-untyped-call]
         self._drawn = 0  # elements of this pass that this process has drawn
-        self._deal = Deal(self._stream)
+        self._deal = Deal(self.stream)
         self._alike = Apart(0, 0)  # numbers for the order of a stream that each worker reads whole
         self._saved: dict[str, Any] | None = None  # where to begin the next pass
         self.follow()
@@ -128,7 +128,7 @@ class Part(IterableDataset[Any]):
         if self._drawn and self._saved is None:
             self._next_epoch()
         self._drawn = 0
-        self._deal = deal(self._stream, *self.place)
+        self._deal = deal(self.stream, *self.place)
         info = get_worker_info()
         self._alike = Apart(info.id if info else 0, self.epoch)
         if self._saved and self._saved["place"] != self._deal.place:
@@ -167,9 +167,7 @@ class Part(IterableDataset[Any]):
         size = max(1, size // self._deal.processes)
         rank %= size
         info = get_worker_info()
-        if info is not None and not isinstance(
-            self._stream, IterableDataset
-        ):  # others divide themselves, as torch asks
+        if info is not None and not isinstance(self.stream, IterableDataset):  # others divide themselves, as torch asks
             rank, size = rank * info.num_workers + info.id, size * info.num_workers
         return index % size == rank
 

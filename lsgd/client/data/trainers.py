@@ -6,12 +6,13 @@ worker's part follow one another without an end.
 
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils import _pytree
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
+from lsgd.client.data.deals import facts_of, facts_of_stream
 from lsgd.client.data.passes import Passes, Place
 from lsgd.client.data.randomness import OwnInEachProcess
 from lsgd.client.data.samplers import BY_HAND, ROWS_BY_HAND, passes_of
@@ -41,7 +42,7 @@ class Endless(Sampler[Any]):
     def __init__(self, passes: Passes, per_pass: int, batch: int = 1, replaces: Any = None) -> None:
         self.replaces = replaces
         self.batch_size, self.drop_last = getattr(replaces, "batch_size", batch), getattr(replaces, "drop_last", False)
-        self._passes, self._per_pass, self._batch = passes, per_pass, batch
+        self.passes, self._per_pass, self._batch = passes, per_pass, batch
         self._epoch = 0  # of the oldest unit not yet trained on
         self._consumed = 0  # units of that epoch's part trained on
         self._ahead = 0  # units drawn and not trained on
@@ -67,9 +68,9 @@ class Endless(Sampler[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, and of which data and part."""
-        place = self._dealt[0][1] if self._dealt else self._passes.place()
-        length, place = self._saved or (self._passes.length, place)
-        position = {"epoch": self._epoch, "consumed": self._consumed, "seed": self._passes.seed}
+        place = self._dealt[0][1] if self._dealt else self.passes.place()
+        length, place = self._saved or (self.passes.length, place)
+        position = {"epoch": self._epoch, "consumed": self._consumed, "seed": self.passes.seed}
         return {**position, "length": length, "place": list(place)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -78,7 +79,7 @@ class Endless(Sampler[Any]):
         Whether they have is looked at when the first unit is drawn, because this worker may not have joined yet.
         """
         self._epoch, self._consumed, self._ahead = state["epoch"], state["consumed"], 0
-        self._passes.epoch, self._passes.seed = state["epoch"], state["seed"]
+        self.passes.epoch, self.passes.seed = state["epoch"], state["seed"]
         self._saved = (state["length"], (state["place"][0], state["place"][1])) if "length" in state else None
         self._dealt.clear()
         self._units = self._deal(self._consumed)
@@ -88,27 +89,27 @@ class Endless(Sampler[Any]):
 
         It may be another worker's, because one saves for all: in their parts all are about as far.
         """
-        (length, place), self._saved = self._saved or (self._passes.length, self._passes.place()), None
-        if length == self._passes.length and place[1] == self._passes.place()[1]:
+        (length, place), self._saved = self._saved or (self.passes.length, self.passes.place()), None
+        if length == self.passes.length and place[1] == self.passes.place()[1]:
             return False
-        self._consumed, self._epoch = 0, self._epoch + 1 if length == self._passes.length else 0
-        self._passes.epoch = self._epoch
-        why = "the number of workers" if length == self._passes.length else "the data"
+        self._consumed, self._epoch = 0, self._epoch + 1 if length == self.passes.length else 0
+        self.passes.epoch = self._epoch
+        why = "the number of workers" if length == self.passes.length else "the data"
         logger.warning("%s is not that of the checkpoint: the data is dealt again, from epoch %d on", why, self._epoch)
         return True
 
     def _deal(self, skip: int) -> Iterator[Any]:
         skip = 0 if self._begins_anew() else skip
         while True:
-            part = self._passes.draw()
+            part = self.passes.deal()
             if not part:
-                raise ConfigError(self._passes.none())
-            self._dealt.append((len(part), self._passes.place()))
+                raise ConfigError(self.passes.none())
+            self._dealt.append((len(part), self.passes.place()))
             for unit in part[skip:]:
                 self._ahead += 1
                 yield unit
             skip = 0
-            self._passes.epoch += 1
+            self.passes.epoch += 1
 
 
 class TrainerData:
@@ -129,6 +130,19 @@ class TrainerData:
     def __init__(self, loaders: Any, place: Place, seed: int) -> None:
         self._loaders = [bare(each) for each in _pytree.tree_leaves(loaders)]
         self.parts = [_divide(each, place, seed) for each in self._loaders]
+
+    def tell(self, told: Callable[[str, dict[str, str]], Callable[[int, str], object]]) -> None:
+        """Tell the servers how each loader is dealt.
+
+        Args:
+            told: tells a name of the data and the facts, and returns what tells of a pass.
+        """
+        for number, (loader, part) in enumerate(zip(self._loaders, self.parts, strict=True)):
+            name = "the training data" + f" of loader {number}" * (len(self.parts) > 1)
+            if isinstance(part, Endless):
+                part.passes.tell = told(name, facts_of(loader.dataset, part.passes))
+            else:
+                told(name, facts_of_stream(part.stream))
 
     def consume(self) -> None:
         """Count a batch of each loader that was trained on; let a stream know who the members are by now."""
