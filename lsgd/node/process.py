@@ -254,7 +254,8 @@ class Child:
         if self.status == NotTrainedError.exit_code:
             return (
                 f"ended without training in the run (exit code {self.status}): its script has to call "
-                f"lsgd.wrap(model, optimizer), or Worker.join and worker.batches (docs/start/from-ddp.md, own-run.md)"
+                f"lsgd.wrap(model, optimizer), or Worker.join and worker.batches (docs/start/from-ddp.md, own-run.md); "
+                f"type lsgd check in place of lsgd launch to see the line"
             )
         if self.status >= 0:
             return f"failed with exit code {self.status}"
