@@ -17,8 +17,8 @@ R = TypeVar("R")
 class Observer:
     """Listens to a worker. This one does nothing."""
 
-    def joined(self, worker: Any) -> None:
-        """Hear that a worker has joined a run."""
+    def joined(self, worker: Any, model: Any, optimizers: Any) -> None:
+        """Hear that a worker has joined a run with this model and these optimizers."""
 
     def calling(self, name: str) -> AbstractContextManager[None]:
         """Hear that the block carries out a call of the script, such as ``mean``."""

@@ -38,6 +38,7 @@ LAYERS = (
     "client/worker client/optimizer",
     "client/wrap",
     "integrations",
+    "check",
     "cli",
     "server/cli",
     "client/__init__ client/__main__ server/__main__ __init__",

@@ -169,6 +169,11 @@ def clones(tensors: Flat) -> list[Tensor]:
     return [x.detach().clone() for x in tensors]
 
 
+def begun_with(common: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a common model as workers take it over, in the dtype of theirs; maybe not a copy."""
+    return common.to(dtype).to(common.dtype)
+
+
 def empties(tensors: Flat) -> list[Tensor]:
     """Return an uninitialized tensor like each of ``tensors``."""
     return [torch.empty_like(x) for x in tensors]

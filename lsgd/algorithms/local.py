@@ -12,7 +12,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar, Self
 
-from lsgd.algorithms.base import Commit, Flat, clones, copy_all, finiteness, zero_unless
+from lsgd.algorithms.base import Commit, Flat, begun_with, clones, copy_all, finiteness, zero_unless
 from lsgd.algorithms.common import Periodic, block, codec, delay, hierarchical, period
 from lsgd.algorithms.delayed import Delayed
 from lsgd.algorithms.outliers import FEWEST, PATIENCE, SUMS, Outliers
@@ -213,6 +213,9 @@ class LocalSGD(Delayed):
     CoCoD-SGD (arXiv 1906.12043). A failed transfer changes nothing; the part's next round sends what this one would
     have sent.
 
+    A member that has missed rounds comes back with the common model and its own change. In that round it sends nothing,
+    as a newcomer, and keeps its change for the next one: ``x ← c + (x - c)``, with c after and before the round.
+
     With ``drop_outliers``, :class:`Outliers` says whose changes do not count. The sum is divided by the others' number.
     """
 
@@ -282,8 +285,11 @@ class LocalSGD(Delayed):
             change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
             changes.append(zero_unless(finite, _subtracted(x, c, change)) if counts else change.zero_())
         delay = self.settings.schedule().delay  # that of this round: servers may choose another one for the next
-        if delay:  # training changes them before the result is there
-            models = [(x.to(c.dtype, copy=True), c) for x, c in models]
+        keep = 0.0
+        if not counts:  # what a member has learned beside this round is still to be sent
+            models, keep = [(begun_with(c, x.dtype).clone(), c) for x, c in models], 1.0
+        elif delay:  # training changes them before the result is there
+            models, keep = [(x.to(c.dtype, copy=True), c) for x, c in models], self._kept()
         means = [in_memory(change) for change in changes]
         measured: list[float | Tensor] = [0.0 for _ in range(SUMS * group.size)]
 
@@ -307,7 +313,7 @@ class LocalSGD(Delayed):
                 group.all_gather(gathered, sums).wait()
                 measured[:] = gathered
 
-        land = partial(self._land_mean, group, order, models, means, measured, now, None if delay else finite)
+        land = partial(self._land_mean, group, order, models, means, measured, now, None if delay else finite, keep)
         return self._begin(transfer, land, parameters, delay)
 
     def after_step(self, parameters: Flat) -> Commit | None:
@@ -380,7 +386,7 @@ class LocalSGD(Delayed):
                 parts = (torch.split(y[here], PIECE_NUMEL) for y in (x, c, kept, lost[index]))
                 for now, common, residual, rest, total in zip(*parts, torch.split(piece, PIECE_NUMEL), strict=True):
                     kind = torch.promote_types(total.dtype, torch.float32)
-                    own = (now - _begun_with(common, dtype)).to(kind)
+                    own = (now - begun_with(common, dtype)).to(kind)
                     if lossy:
                         others = torch.mul(rest, times).add_(total, alpha=group.size)
                         others.sub_(residual, alpha=decay * times)
@@ -400,15 +406,15 @@ class LocalSGD(Delayed):
         measured: Sequence[float | Tensor],
         now: int,
         finite: Tensor | None,
+        keep: float,
         parameters: Flat,
     ) -> Commit:
         """Return the commit of a round whose mean change has arrived.
 
         ``now`` is the worker's step in the round. ``finite`` says whether the model was so; None: it has trained since,
-        with a delay. The sums over a worker's processes have the usual length and the steps once for each of them: the
-        1.0 counts ``parts``.
+        with a delay. The model keeps a share ``keep`` of what it has learned since ``models``. The sums over a worker's
+        processes have the usual length and the steps once for each of them: the 1.0 counts ``parts``.
         """
-        trained = finite is None
         if finite is None:
             finite = finiteness(parameters)
 
@@ -431,24 +437,27 @@ class LocalSGD(Delayed):
             elif not found:
                 self._outer_step(fragment, means, scale)
             if spoilt or broken or not found:
-                self._take_common(fragment, parameters, models, whole=bool(broken), trained=trained)
+                self._take_common(fragment, parameters, models, whole=bool(broken), keep=keep)
                 self._taken_at[fragment] = now
 
         return Commit(change, (~finite, ~_is_finite(means, measured), 1.0, *measured))
 
+    def _kept(self) -> float:
+        """Return the share of what it learns during a transfer that a member keeps."""
+        return self.settings.keep if self.settings.keep >= 0 else 1.0 if self.muon else KEPT
+
     def _take_common(
-        self, fragment: int, parameters: Flat, models: Sequence[tuple[Tensor, ...]], *, whole: bool, trained: bool
+        self, fragment: int, parameters: Flat, models: Sequence[tuple[Tensor, ...]], *, whole: bool, keep: float
     ) -> None:
         """Replace the model by the common one: the fragment, or the ``whole`` model if it is not finite.
 
-        ``models`` are those of the round; the model may have ``trained`` since, and then keeps a share of that.
+        It keeps a share ``keep`` of what it has learned since those in ``models``, whose memory this takes.
         """
         if whole:
             copy_all(parameters, self.common)
             return
-        keep = self.settings.keep if self.settings.keep >= 0 else 1.0 if self.muon else KEPT
         for (x,), (exchanged, c) in zip(self._parts(fragment, parameters), models, strict=True):
-            if trained:
+            if keep:
                 x.copy_(torch.sub(x, exchanged, out=exchanged).mul_(keep).add_(c))
             else:
                 x.copy_(c)
@@ -536,15 +545,10 @@ class LocalSGD(Delayed):
         self._taken_at = [self._steps - made for made in state.get("steps", self._taken_at)]
 
 
-def _begun_with(common: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the common model as workers take it over, in the dtype of theirs."""
-    return common.to(dtype).to(common.dtype)
-
-
 def _subtracted(x: Tensor, common: Tensor, change: Tensor) -> Tensor:
     """Write to ``change``, and return, how far a model has moved since it took over the common one."""
     for now, began, piece in zip(*(torch.split(y, PIECE_NUMEL) for y in (x, common, change)), strict=True):
-        torch.sub(now, _begun_with(began, now.dtype), out=piece)
+        torch.sub(now, begun_with(began, now.dtype), out=piece)
     return change
 
 

@@ -18,7 +18,7 @@ from rich.live import Live
 
 from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
-from lsgd.cli import options, quickstart, runs, watching
+from lsgd.cli import check, options, quickstart, runs, watching
 from lsgd.cli.options import Commands, Main, first_steps
 from lsgd.errors import JoinError
 from lsgd.node import gpus, storing
@@ -477,5 +477,12 @@ def show(plan_path: Path | None, **flags: str | None) -> None:
         click.echo(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
 
 
-for command in (watching.log_command, watching.metrics_command, watching.dashboard_command, watching.report_command):
+for command in (
+    check.check_command,
+    check.estimate_command,
+    watching.log_command,
+    watching.metrics_command,
+    watching.dashboard_command,
+    watching.report_command,
+):
     main.add_command(command)

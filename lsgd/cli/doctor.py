@@ -38,6 +38,7 @@ from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.codecs import codec_of
 from lsgd.errors import ConfigError, ExchangeError
 from lsgd.node.place import Place, resolve
+from lsgd.plan import estimate
 from lsgd.protocol.keys import TOKEN_VARIABLE, connector_keys, is_local, is_there, node_name, token_path
 from lsgd.protocol.ports import hold
 from lsgd.server.greetings import different_versions
@@ -49,6 +50,9 @@ LINK_FOR_S, LINK_TRIES = 0.25, 3
 
 REDUCE_NUMEL = 1 << 18
 """Numbers in the all-reduce: 1 MiB of float32."""
+
+WHOLE_STEPS = 10_000
+"""How many steps of one machine the estimate is for."""
 
 PING_COUNT, PING_NBYTES = 20, 4
 CLOCK_WARNING_S = 1.0
@@ -305,6 +309,9 @@ class Doctor:
                 f"      a model in {how} takes {transfer_s:.2f} s, as long as {iterations:.2g} iterations: "
                 f"a period of about {period} in a long run"
             )
+        latency_s = max(link.round_trip_ms for link in links) / 2e3
+        for line in estimate.lines(parameters, step_ms / 1e3, estimate.Link(slowest * 1e6, latency_s), WHOLE_STEPS):
+            self._say(f"      {line}")
 
     def _part(self, store: TCPStore) -> None:
         """Keep node 0's store until all nodes are done with it."""

@@ -51,9 +51,9 @@ runs = _completion(lambda: sorted((str(path) for path in Path("runs").glob("*/")
 
 
 SECTIONS = {
-    "Train": ("quickstart", "launch"),
+    "Train": ("quickstart", "check", "launch"),
     "Watch and steer": ("status", "runs", "dashboard", "report", "log", "metrics", "set", "stop"),
-    "Prepare": ("doctor", "keygen", "algorithms", "config", "completion"),
+    "Prepare": ("doctor", "estimate", "keygen", "algorithms", "config", "completion"),
 }
 """The commands by purpose; all others are listed under Other."""
 

@@ -184,7 +184,7 @@ class Worker:
                 exchanged = isinstance(replica.algorithm, GradientAlgorithm)
                 first.watch(model.parameters(), replica.optimizers, exchanged=exchanged)
                 worker = cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints, first)
-                observer().joined(worker)
+                observer().joined(worker, model, optimizers)
                 return worker
 
     # -- what a training loop uses -----------------------------------------------------------------------------
@@ -264,6 +264,7 @@ class Worker:
     @property
     def stopped(self) -> bool:
         """Whether the run has ended and the model is the consensus, or this worker has left the run."""
+        observer().reads("stopped")
         return self._steps.step.has_ended
 
     @property
@@ -635,7 +636,8 @@ class Worker:
         """Step aside to evaluate or to save: rounds continue without this worker until its next iteration.
 
         Pause after the step of a batch, or between two loops: an iteration that has not run is given back.
-        A worker that misses a global round takes the run's model when it comes back.
+        A worker that misses a global round takes the run's model when it comes back. Algorithms that exchange changes
+        of models (``local``, ``diloco``, ``sparse``) add what it has learned since its last round.
         """
         self._steps.pause()
         yield

@@ -30,7 +30,7 @@ from lsgd.settings import GONE, LARGEST, AlgorithmSettings, checked, fields, nea
 VARIABLE_PREFIX = "LSGD_"
 OTHER_VARIABLES = frozenset(
     {"LSGD_LOCAL", "LSGD_NODE", "LSGD_RANK", "LSGD_LOCAL_RANK", "LSGD_DEVICE", "LSGD_RUN_DIR", "LSGD_PLAN"}
-    | {"LSGD_TOKEN", "LSGD_KEYS", "LSGD_RESUME", "LSGD_RESTARTED", "LSGD_SOLO", "LSGD_ISLAND"}
+    | {"LSGD_TOKEN", "LSGD_KEYS", "LSGD_RESUME", "LSGD_RESTARTED", "LSGD_SOLO", "LSGD_ISLAND", "LSGD_CHECK"}
 )
 """Variables that are not settings of the plan: the place of a process, its keys, and its checkpoints."""
 

@@ -410,20 +410,47 @@ def test_a_newcomer_does_not_weigh_in_the_consensus(switchboard) -> None:
 
 
 @pytest.mark.parametrize("compression", ["none", "minmax8"])
-def test_a_newcomer_of_local_sgd_begins_with_the_common_model_and_has_no_change(switchboard, compression) -> None:
+@pytest.mark.parametrize("final", [False, True])
+def test_a_worker_that_has_missed_rounds_of_local_sgd_comes_back_with_its_change(
+    switchboard, compression, final
+) -> None:
     settings = LocalSettings(period=4, compression=compression, rescale=False)
     members = Members(switchboard, 3, settings=settings, buffers="keep")
     members.run(members.round(new=(1, 2)))
-    assert members.values("linear.weight") == [1.0] * 3
+    assert members.values("linear.weight") == [1.0] * 3  # newcomers, whose own models count for nothing
     with torch.no_grad():
         for model, value in zip(members.models, (2.0, 4.0, 9.0), strict=True):
             for x in model.parameters():
                 x.fill_(value)
     assert members.run(members.round(2, number=2, new=(2,), source=1)) == [None] * 3
-    assert members.values("linear.weight") == pytest.approx([3.0] * 3, rel=1e-6)  # the mean of 1 and 3 more
+    # The mean of 1 and 3 more than before; the third one's change travels in the next round.
+    assert members.values("linear.weight") == pytest.approx([3.0, 3.0, 3.0 + 8.0], rel=1e-6)
     assert members.values("frozen.weight") == [2.0, 4.0, 4.0]
-    (first, second, third) = ([*replica.flat.buffers] for replica in members.replicas)
-    assert all(torch.equal(x, y) and torch.equal(x, z) for x, y, z in zip(first, second, third, strict=True))
+    assert same(*([*replica.algorithm.common] for replica in members.replicas))
+    assert members.run(members.round(3, number=2, final=final)) == [None] * 3
+    assert members.values("linear.weight") == pytest.approx([3.0 + 8.0 / 3] * 3, rel=1e-5)
+    assert same(*([*replica.flat.buffers] for replica in members.replicas))
+
+
+def test_the_log_says_what_who_comes_back_loses_without_a_common_model(switchboard, caplog) -> None:
+    caplog.set_level("INFO", "lsgd")
+    members = Members(switchboard, 3)
+    members.run(members.round())
+    for rounds in members.rounds:
+        rounds.grants.done = 5
+    members.run(members.round(2, number=2, new=(1,)))
+    words = "leader has no place for the 5 iterations that it has made since round 1, so they are lost"
+    assert [m for m in caplog.messages if "are lost" in m] == [
+        f"node0/worker1 has missed a round, and comes back with another worker's model: {words}"
+    ]
+
+
+def test_who_comes_back_to_the_last_round_counts_in_the_consensus(switchboard) -> None:
+    members = Members(switchboard, 3, settings=LocalSettings(period=4, rescale=False), buffers="keep")
+    members.run(members.round(new=(1, 2)))
+    train(members, 3.0, ranks=(2,))
+    assert members.run(members.round(2, number=2, new=(2,), final=True)) == [None] * 3
+    assert members.values("linear.weight") == pytest.approx([2.0] * 3)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Algorithm, Commit, all_finite, clones, copy_all, finiteness
+from lsgd.algorithms.base import Algorithm, Commit, all_finite, begun_with, clones, copy_all, finiteness
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints, tensors_in
 from lsgd.client.control.island import Island
@@ -92,6 +92,8 @@ class Replica:
         self._text = ""
         self._aligned = False  # parameters, which is said once
         self._kept: tuple[Algorithm, list[Tensor]] | None = None
+        self._own_change: list[Tensor] = []
+        self._comes_back = False  # with such a change, when it has last taken over a model
 
     @property
     def lockstep(self) -> bool:
@@ -272,16 +274,27 @@ class Replica:
         """Restore what a newcomer has had, unless the algorithm is another one since."""
         if self._kept is not None and self._kept[0] is self.algorithm:
             copy_all(self._own(), self._kept[1])
-        self._kept = None
+        self._kept, self._own_change = None, []
 
     def _own(self) -> list[Tensor]:
         return [*self.flat.buffers, *written_buffers(self.model), *self.algorithm.shared_state()]
 
+    def keep_change(self) -> None:
+        """Keep what this worker has learned since it took over the model that all share, if the algorithm has one."""
+        common = zip(self.flat.buffers, self.algorithm.common_model(), strict=False)
+        self._own_change = [torch.sub(x.to(c.dtype, copy=True), begun_with(c, x.dtype)) for x, c in common]
+
     def take_over(self, states: Sequence[Tensor]) -> None:
-        """Begin with the model that all share, if the algorithm has one, and the optimizers' ``states``, if any."""
+        """Begin with the model that all share, if the algorithm has one, and the optimizers' ``states``, if any.
+
+        What it has learned beside that stays: see :meth:`keep_change`.
+        """
         self._kept = None
-        for x, common in zip(self.flat.buffers, self.algorithm.common_model(), strict=False):
-            x.copy_(common)
+        changes, self._own_change = self._own_change, []
+        self._comes_back = bool(changes)
+        common = self.algorithm.common_model()
+        for index, (x, c) in enumerate(zip(self.flat.buffers, common, strict=False)):
+            x.copy_(changes[index].add_(begun_with(c, x.dtype)) if changes else c)
         for data in states:
             stream = io.BytesIO(data.numpy().tobytes())
             try:
@@ -405,7 +418,7 @@ class Replica:
         led = of_member(order.leader, own, group) if self.elects else []
         if not finite:
             logger.warning(LEFT_OUT)
-        counts = finite and group.rank not in order.new and self.algorithm.counts
+        counts = finite and (group.rank not in order.new or self._comes_back) and self.algorithm.counts
         means, counted = _means(own, group, counts=counts)
         if not any(counted):
             means = led or of_member(order.leader, own, group)

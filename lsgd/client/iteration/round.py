@@ -122,6 +122,7 @@ class RoundEntry:
     generation: Generation | None = None
     lacking: bool = False
     missed: tuple[int, ...] | None = None
+    _trains: bool = False  # from the run's model on, with which it has completed a round
     _group: WorkerGroup | None = None
     _handover: Handover | None = None
     _following: Following | None = None
@@ -159,6 +160,7 @@ class RoundEntry:
 
     def proceed(self) -> None:
         """After a round, send newcomers what they lack."""
+        self._trains = not self.lacking
         if self._following is not None:
             self._following.proceed()
 
@@ -225,6 +227,8 @@ class RoundEntry:
         taking = group.rank in order.new and group.rank != order.source
         if self.lacking and not taking:
             replica.restore()  # the others are gone, and this worker has its own model only
+        if taking and self._trains:
+            replica.keep_change()
         states, beside = self._states(group, order), self._beside(group, order)
         # At the start of a run all wait, so that all train from the start.
         follows = bool(order.new) and order.exchanges > 0 and not (order.final or states)

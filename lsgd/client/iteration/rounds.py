@@ -73,6 +73,7 @@ class Rounds:
         self._later: ActiveRound | None = None  # the last round, if what it exchanges lands later
         self._transfer_s = 0.0  # that the last transfer took, until the servers hear it
         self.count = 0  # of the run's iterations, as of the last global round
+        self._exchanged_at = 0  # this worker's iterations, as of that
         self._served: Algorithm | None = None  # the one that ``gradients`` serves
         self._warned = False  # about its losses
         traffic = self.entry.traffic
@@ -242,6 +243,8 @@ class Rounds:
             self._agree(replica.average(group, order, finite=not active.model_is_broken))
             self._clear_if_broken(active)
         anew = self.entry.begin(group, order, fresh=fresh, followed=followed)
+        if group.rank in order.new and group.rank != order.source:
+            self._say_lost()
         if anew or order.new or order.final or not self._looks:
             self._look(active)
         elif (finite := self._finite()) is not None:
@@ -251,6 +254,16 @@ class Rounds:
             self._agree(replica.consensus(group, order, finite=not active.model_is_broken))
             self._clear_if_broken(active)
         return group
+
+    def _say_lost(self) -> None:
+        """Say what a worker that has missed rounds loses, unless the algorithm has a common model to add it to."""
+        algorithm, lost = self._replica.algorithm, self.grants.done - self._exchanged_at
+        if self.committed and lost and not (algorithm.settings.schedule().identical or algorithm.common_model()):
+            logger.info(
+                "%s has missed a round, and comes back with another worker's model: %s has no place for the %d "
+                "iterations that it has made since round %d, so they are lost",
+                *(self._who[0], algorithm.settings.name, lost, self.committed),
+            )
 
     def _clear_if_broken(self, active: ActiveRound) -> None:
         """Drop the optimizers' states if they would break the model again."""
@@ -446,7 +459,7 @@ class Rounds:
         order = self.active.order
         self.committed, self.grants.lacking = order.id, self.active.lacking
         if order.scope == "global":
-            self.count = order.count
+            self.count, self._exchanged_at = order.count, self.grants.done
         self.entry.proceed()  # newcomers wait for what this member sends, not for its disk
         if order.checkpoint and not self.active.lacking:
             self._checkpoints.save(self.active.snapshot)

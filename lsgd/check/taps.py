@@ -1,0 +1,163 @@
+"""Listens to torch, Python and loaders in the script's process: batches, files and seeds."""
+
+import functools
+import os
+import random
+import shutil
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import dataloader as torch_dataloader
+
+from lsgd.check.lines import here
+from lsgd.check.weights import digest_of
+from lsgd.client.data.first import digest
+
+Note = Callable[..., None]
+"""Notes a fact: its kind, and values by name."""
+
+MOST_ROWS = 4096
+"""Most rows of a batch that are noted."""
+
+
+def tap_loaders(note: Note) -> None:
+    """Note each pass over a DataLoader, and each batch that it yields, with its rows."""
+    kind: Any = torch_dataloader._BaseDataLoaderIter
+    begin, follow, index, again = DataLoader.__iter__, kind.__next__, kind._next_index, kind._reset
+    numbers: dict[int, tuple[int, object]] = {}  # by the loader's address; the object, so that it stays its own
+    passes = iter(range(1 << 62))
+
+    @functools.wraps(begin)
+    def iter_(loader: Any) -> Any:
+        found: Any = begin(loader)
+        number = numbers.setdefault(id(loader), (len(numbers), loader))[0]
+        found._noted = number, next(passes)
+        dataset, sampler = loader.dataset, loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        drawn = getattr(sampler, "sampler", sampler)
+        length = None if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") else len(dataset)
+        about = {"length": length, "dataset": type(dataset).__name__, "sampler": type(drawn).__name__}
+        shape = {"batch_size": loader.batch_size, "drop_last": bool(loader.drop_last)}
+        epoch = getattr(drawn, "epoch", None)
+        about |= {"epoch": epoch if isinstance(epoch, int) else None, "divided": _divided(loader), **shape}
+        note("pass", loader=number, number=found._noted[1], where=here(), **about)
+        return found
+
+    @functools.wraps(index)
+    def next_index(self: Any) -> Any:
+        rows = index(self)
+        self.__dict__.setdefault("_rows", deque()).append(rows)
+        return rows
+
+    @functools.wraps(again)
+    def reset(self: Any, loader: Any, first_iter: bool = False) -> None:
+        self._rows = deque()
+        again(self, loader, first_iter)
+
+    @functools.wraps(follow)
+    def next_(self: Any) -> Any:
+        loader, number = getattr(self, "_noted", (-1, -1))
+        try:
+            batch = follow(self)
+        except StopIteration:
+            note("pass_ends", loader=loader, number=number)
+            raise
+        rows = self._rows.popleft() if getattr(self, "_rows", None) else None
+        about = {"rows": _rows(rows), "samples": samples_of(batch), "digest": digest(batch)}
+        note("batch", loader=loader, number=number, where=here(), **about)
+        return batch
+
+    DataLoader.__iter__ = iter_  # type: ignore[method-assign]
+    kind.__next__, kind._next_index, kind._reset = next_, next_index, reset
+
+
+def _divided(loader: Any) -> bool:
+    """Whether lsgd has divided what a loader draws."""
+    parts = (loader, loader.dataset, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", 0))
+    return any(type(each).__module__.startswith("lsgd.") for each in parts)
+
+
+def samples_of(batch: Any) -> list[str]:
+    """Return a digest of each sample of a batch: of all its tensors that have as many rows as the first one."""
+    tensors = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    dense = [leaf.detach() for leaf in tensors if leaf.layout == torch.strided and not leaf.is_nested]
+    if not dense or len(dense[0]) > MOST_ROWS:
+        return []
+    alike = [leaf.cpu().contiguous() for leaf in dense if len(leaf) == len(dense[0])]
+    return [digest_of(*(leaf[row] for leaf in alike))[:12] for row in range(len(dense[0]))]
+
+
+def _rows(rows: Any) -> list[int] | None:
+    """Return the numbers of a batch's rows; None: they have none."""
+    rows = rows if isinstance(rows, list | tuple) else [rows]
+    numbers = [int(row) for row in rows if isinstance(row, int | np.integer)]
+    return numbers[:MOST_ROWS] if len(numbers) == len(rows) else None
+
+
+def tap_files(note: Note, scratch: str) -> None:
+    """Note each file that the script opens to write.
+
+    torch.save writes by itself, so its calls are noted. A link to a file of the user's is removed before: the script
+    writes a file of its own.
+
+    Args:
+        note: see :data:`Note`.
+        scratch: the check's own folder in the scratch folder; links are beside it.
+    """
+    inside = False
+
+    def heard(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal inside
+        if event != "open" or inside:
+            return
+        path, _, flags = arguments
+        if not isinstance(path, str | bytes) or not (flags or 0) & (os.O_WRONLY | os.O_RDWR):
+            return
+        inside = True
+        try:
+            path = os.path.abspath(os.fsdecode(path))
+            if not path.startswith(("/dev/", "/proc/", "/sys/", scratch)) and (where := here(sys._getframe(1))):
+                unlink(path)
+                note("file", path=path, where=where, by="open")
+        finally:
+            inside = False
+
+    def unlink(path: str) -> None:
+        if os.path.islink(path) and path.startswith(os.path.dirname(scratch)):
+            whole = os.path.realpath(path)
+            os.unlink(path)
+            if os.path.isfile(whole):
+                shutil.copyfile(whole, path)
+
+    sys.addaudithook(heard)
+    save = torch.save
+
+    @functools.wraps(save)
+    def torch_save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            unlink(os.path.abspath(os.fspath(f)))
+        save(obj, f, *args, **kwargs)
+        if isinstance(f, str | os.PathLike):
+            note("file", path=os.path.abspath(os.fspath(f)), where=here(), by="torch.save")
+
+    torch.save = torch_save
+
+
+def tap_seeds(note: Note) -> None:
+    """Note where the script seeds a generator that lsgd has given each worker its own numbers."""
+    for owner, name in ((torch, "manual_seed"), (random, "seed"), (np.random, "seed")):
+        seed = getattr(owner, name)
+
+        def noted(*args: Any, seed: Any = seed, what: str = f"{owner.__name__}.{name}", **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if not str(caller).startswith("lsgd."):
+                note("seed", what=what, value=repr(args[0])[:40] if args else "", where=here())
+            return seed(*args, **kwargs)
+
+        setattr(owner, name, functools.wraps(seed)(noted))

@@ -1,0 +1,62 @@
+"""Scripts with one mistake each, in real runs: the check names it. And right ones, of which it says nothing."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from lsgd.check.verdicts import Status, Verdict
+
+from ..speed import scaled
+from .scripts import ALL, RIGHT, WRONG, check, point_of, wrong_lines
+
+AT_ONCE = 4
+"""How many are checked side by side: most of the time each waits for a start or for an end."""
+
+FIRST = ("unsharded", "ema_left_in", "all_save")
+"""Those that the first lane checks, by one run each."""
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Future[dict[int, Verdict]]]:
+    """Return what is said of each script: of a wrong one on its own point, of a right one on all."""
+    folder = tmp_path_factory.mktemp("scripts")
+    pool = ThreadPoolExecutor(AT_ONCE)
+    asked = {script: {point_of(script)} for script in WRONG} | dict.fromkeys(RIGHT, ALL)
+    return {script: pool.submit(check, script, folder / script.stem, points) for script, points in asked.items()}
+
+
+def names_the_mistake(script: Path, verdict: Verdict) -> None:
+    """Assert that a verdict names the mistake of a wrong script, and its line."""
+    assert verdict.status is Status.WRONG, verdict
+    lines = wrong_lines(script)
+    assert {finding.where for finding in verdict.findings} <= (lines or {""}), (verdict.findings, lines)
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(WRONG) >= 25 and len(RIGHT) >= 12
+    assert {point_of(script) for script in WRONG} == ALL - {9}
+
+
+@pytest.mark.first
+@pytest.mark.timeout(scaled(60.0))
+@pytest.mark.parametrize("name", FIRST)
+def test_some_of_the_wrong_ones(name, tmp_path) -> None:
+    (script,) = (each for each in WRONG if each.stem == name)
+    names_the_mistake(script, check(script, tmp_path, {point_of(script)})[point_of(script)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(scaled(400.0))
+@pytest.mark.parametrize("script", WRONG, ids=lambda path: path.stem)
+def test_a_wrong_script_is_named_with_its_line(script, verdicts) -> None:
+    names_the_mistake(script, verdicts[script].result()[point_of(script)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(scaled(400.0))
+@pytest.mark.parametrize("script", RIGHT, ids=lambda path: path.stem)
+def test_a_right_script_is_right_in_all_points(script, verdicts) -> None:
+    said = verdicts[script].result()
+    assert [(each.point, each.findings) for each in said.values() if each.findings] == []
+    assert [each.point for each in said.values() if each.unjudged] == []

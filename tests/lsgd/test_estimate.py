@@ -1,0 +1,40 @@
+"""What machines are worth on a link, beside what was measured."""
+
+import pytest
+
+from lsgd.errors import ConfigError
+from lsgd.plan.estimate import OFF, lines, link_of, number_of, worth_of
+
+MEASURED = {
+    "text, AdamW": (120_000, 0.0155, "10mbit", 2048, 1.04),
+    "text, Muon": (120_000, 0.0155, "10mbit", 2048, 1.38),
+    "text-full": (1_000_000, 0.35, "10mbit,20ms", 1024, 1.4),
+    "gpt": (49_000_000, 3.4, "10mbit,20ms", 192, 1.05),
+    "gpt, 100 Mbit": (49_000_000, 3.4, "100mbit,20ms", 192, 1.56),
+}
+"""Parameters, seconds of a step, link, steps, and how many times as fast two machines were (endtoend.md)."""
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_what_was_measured_is_in_the_range(name) -> None:
+    parameters, step_s, link, steps, measured = MEASURED[name]
+    two = worth_of(parameters, step_s, link_of(link), steps)[0]
+    assert two.machines == 2
+    assert two.least - 0.01 <= measured <= two.most + 0.01, two
+    assert two.most == pytest.approx(two.times * (1 + OFF))
+
+
+def test_a_slower_link_is_worth_less_and_a_hopeless_one_is_said() -> None:
+    fast, slow = (worth_of(25_000_000, 0.1, link_of(text), 10_000) for text in ("1gbit", "10mbit"))
+    assert all(a.times > b.times for a, b in zip(fast, slow, strict=True))
+    assert "not worth it" in lines(100_000_000, 0.001, link_of("1mbit"), 1000)[1]
+
+
+def test_texts() -> None:
+    assert str(link_of("100mbit,20ms")) == "100 Mbit/s, 20 ms" and link_of("1gbit").bits_per_s == 1e9
+    assert (number_of("100M"), number_of("1.5B"), number_of("1000")) == (100_000_000, 1_500_000_000, 1000)
+    for wrong in ("fast", "0mbit"):
+        with pytest.raises(ConfigError, match="is no link: write"):
+            link_of(wrong)
+    with pytest.raises(ConfigError, match="is no number"):
+        number_of("many")
