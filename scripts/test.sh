@@ -21,8 +21,8 @@ case ${1:-} in
     *) exec "$python" -m pytest "$@" ;;
 esac
 cores=$(nproc)
-# Tests wait for half of their time. Those of a file share what they have imported, and the servers that they fork from.
-several=("--numprocesses=$((2 * cores))" --dist=loadfile --no-loadscope-reorder)
+# Tests of a file share what they have imported, and the servers that they fork from.
+by_file=(--dist=loadfile --no-loadscope-reorder)
 log=$(mktemp) failed=()
 trap 'rm -f "$log"' EXIT
 trap 'exit 130' INT
@@ -49,12 +49,13 @@ first() {
     check "ruff format" "$python" -m ruff format --check
     check "traced tests" run_tests "${traced[@]}" --cov --cov-report=
     check "coverage" "$python" -m coverage report --fail-under=100 --show-missing --include="$(IFS=, && echo "${decides[*]}")"
-    check "tests" run_tests "${several[@]}" "${traced[@]/#/--ignore=}" -m "first or not (slow or alone)" --durations=20
+    check "tests" run_tests "${by_file[@]}" "--numprocesses=$cores" "${traced[@]/#/--ignore=}" -m "first or not (slow or alone)" --durations=20
     check "mypy" wait "$types"
 }
 
 rest() {
-    check "slow tests" run_tests "${several[@]}" "${traced[@]/#/--ignore=}" -m "slow and not (first or alone)" --durations=20
+    # Slow tests wait for half of their time.
+    check "slow tests" run_tests "${by_file[@]}" "--numprocesses=$((2 * cores))" "${traced[@]/#/--ignore=}" -m "slow and not (first or alone)" --durations=20
     local alone
     mapfile -t alone < <(grep -rl --include='*.py' 'pytest\.mark\.alone' tests) # collecting all tests takes each process 8 s
     check "tests alone" run_tests "${alone[@]}" "--numprocesses=$cores" --dist=load -m "alone and not first" --durations=10

@@ -78,13 +78,14 @@ def _welcome(state: RunState, members: list[Member]) -> None:
             state.answer(member, Waiting(0, state.joined(names=True)))
         return
     ranks = {member: rank for rank, member in enumerate(everybody)}
-    size = max(len(everybody), state.wanted if state.roster.generation is None else 0)
+    has_begun = state.roster.generation is not None
+    size = max(len(everybody), 0 if has_begun else state.wanted)
     first = [member.join for member in state.roster.members.values()][:1]
     for member in members:
         warnings = tuple(warned for _, warned in differences(member.join, first) if warned)
         if member.began < 0:
             state.roster.welcome(member, _place_in_loop(state, member, everybody))
-        more = state.certificate, state.relay, state.relay_secret, state.first, member.began
+        more = state.certificate, state.relay, state.relay_secret, state.first, member.began, has_begun
         state.answer(member, Welcome(state.run, state.plan.to_json(), ranks[member], size, warnings, *more))
 
 

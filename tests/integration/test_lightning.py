@@ -85,10 +85,9 @@ def fit(lightning: Any, callback: Any, loader: DataLoader[Any]) -> list[torch.Te
 train = partial(train_two, "lightning_worker")
 
 
-@pytest.mark.parametrize("algorithm", ["local", "bytegrad"])
 @pytest.mark.parametrize(
-    "arguments",
-    [("--micro-batches", 2), ("--manual", "--num-workers", 1)],
+    ("algorithm", "arguments"),
+    [("bytegrad", ("--micro-batches", 2)), ("local", ("--manual", "--num-workers", 1))],
     ids=["accumulated", "manual-and-prefetched"],
 )
 def test_two_trainers_train_one_model(cluster, algorithm, arguments) -> None:
