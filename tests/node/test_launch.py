@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from lsgd import processors
 from lsgd.cli.commands import main
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, SecondJoinError
 from lsgd.node import gpus, launch, place
 from lsgd.node.place import Place, find_place, resolve
 from lsgd.protocol.credentials import place_of
@@ -392,6 +392,22 @@ if sys.argv[1] == "outside":
 """
 
 
+TWICE = """
+import os, lsgd, torch
+from pathlib import Path
+
+for stage in (1, 2):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    worker = lsgd.wrap(model, optimizer, steps=4)
+    for _ in range(4):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    worker.finish()
+    Path(os.environ["LSGD_RUN_DIR"], f"trained{stage}").touch()
+"""
+
+
 @pytest.mark.slow
 class TestEnds:
     """What is made of a run whose processes die, fail or come too late."""
@@ -423,6 +439,18 @@ class TestEnds:
         assert status == 0, output
         assert (node.run_dir / "saved0").exists()
         assert "worker 1 joins too late and has nothing to do: the run is over: " in output
+        assert node.result["state"] == "finished"
+        assert node.result["reason"].endswith("; node0/worker1 joined too late, and ended without training")
+
+    def test_a_script_that_joins_a_second_time_is_told_that_a_run_is_one_training(self, start):
+        node = start("--node", "0", "--port", "0", script=TWICE, LSGD_ALGORITHM="local")
+        status, output = node.finish()
+        assert status == SecondJoinError.exit_code, output
+        assert [path.name for path in node.run_dir.glob("trained*")] == ["trained1"]
+        assert "this script joins again, but the run is over: all workers have made the steps of their own" in output
+        assert "join once, before the first, and call worker.finish() after the last" in output
+        assert node.result["state"] == "failed"
+        assert node.result["reason"].endswith(f"after the end of the run (exit code {status})")
 
     def test_the_node_of_a_global_server_that_is_lost_saves_checkpoints(self, start):
         """Its journal is gone when it is to be started again."""
