@@ -20,16 +20,22 @@ class JoinError(LsgdError):
 
 
 class RunOverError(JoinError, SystemExit):
-    """This worker joins too late: the run has ended, or is about to.
+    """This worker joins too late: the run has ended, or is about to, so nothing is left to do.
 
-    This is not a failure, because nothing is left to do: a script that does not handle it ends with exit code 0.
+    A script that does not handle it ends with this exit code and no traceback. The run is none the worse for it.
     """
 
-    exit_code = 0
+    exit_code = 69  # EX_UNAVAILABLE
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.code = self.exit_code
+
+
+class SecondJoinError(JoinError):
+    """This process joins again after the end of the run in which it was: a run is one training."""
+
+    exit_code = 64  # EX_USAGE: the script has to be changed
 
 
 class ExchangeError(LsgdError):
@@ -67,7 +73,7 @@ class ServerLostError(LsgdError):
 
 
 class NotTrainedError(LsgdError):
-    """This worker leaves as if it had trained, but has completed no iteration of the run."""
+    """This worker ends as if it had trained, but has completed no iteration of the run."""
 
     exit_code = 78  # EX_CONFIG: the script has to be changed
 

@@ -21,16 +21,16 @@ case ${1:-} in
     *) exec "$python" -m pytest "$@" ;;
 esac
 cores=$(nproc)
-# Tests wait for half of their time. Those of a file share what they have imported, and the servers that they fork from.
-several=("--numprocesses=$((2 * cores))" --dist=loadfile --no-loadscope-reorder)
+# Tests of a file share what they have imported, and the servers that they fork from.
+by_file=(--dist=loadfile --no-loadscope-reorder)
 log=$(mktemp) failed=()
 trap 'rm -f "$log"' EXIT
 trap 'exit 130' INT
 
 # What decides for everybody is tested to the last branch, by tests that are cheap to trace.
-decides=(lsgd/server/{admission,answers,books,coordinator,course,data,endings,greetings,links,next_step,reasons,roster,scheduler,standbys,state,stream,succession,waits}.py
+decides=(lsgd/server/{admission,answers,books,coordinator,course,data,endings,greetings,life,links,next_step,reasons,roster,scheduler,standbys,state,stream,succession,waits}.py
     lsgd/protocol/{messages,events,fields}.py lsgd/plan/plan.py lsgd/election.py lsgd/node/allegiance.py)
-traced=(tests/server/test_{announced,coordinator,data,holders,lacking,last_rounds,links,lookahead,meeting,member_states,memento,next_step,own_loops,pace,patience,rendezvous,report,resume,standbys,stream,succession,ways}.py
+traced=(tests/server/test_{announced,coordinator,data,holders,lacking,last_rounds,life,links,lookahead,meeting,member_states,memento,next_step,own_loops,pace,patience,rendezvous,report,resume,standbys,stream,succession,ways}.py
     tests/lsgd/test_{messages,plan,settings}.py tests/node/test_allegiance.py)
 ls "${decides[@]}" >/dev/null # a name that is not there any more would not be missed below
 
@@ -49,12 +49,13 @@ first() {
     check "ruff format" "$python" -m ruff format --check
     check "traced tests" run_tests "${traced[@]}" --cov --cov-report=
     check "coverage" "$python" -m coverage report --fail-under=100 --show-missing --include="$(IFS=, && echo "${decides[*]}")"
-    check "tests" run_tests "${several[@]}" "${traced[@]/#/--ignore=}" -m "first or not (slow or alone)" --durations=20
+    check "tests" run_tests "${by_file[@]}" "--numprocesses=$cores" "${traced[@]/#/--ignore=}" -m "first or not (slow or alone)" --durations=20
     check "mypy" wait "$types"
 }
 
 rest() {
-    check "slow tests" run_tests "${several[@]}" "${traced[@]/#/--ignore=}" -m "slow and not (first or alone)" --durations=20
+    # Slow tests wait for half of their time.
+    check "slow tests" run_tests "${by_file[@]}" "--numprocesses=$((2 * cores))" "${traced[@]/#/--ignore=}" -m "slow and not (first or alone)" --durations=20
     local alone
     mapfile -t alone < <(grep -rl --include='*.py' 'pytest\.mark\.alone' tests) # collecting all tests takes each process 8 s
     check "tests alone" run_tests "${alone[@]}" "--numprocesses=$cores" --dist=load -m "alone and not first" --durations=10

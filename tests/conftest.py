@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
-from . import needs
+from . import costs, needs
 from .integration import waiting
 from .integration.running import DEADLINE_S, Cluster
 from .speed import MARGIN, SLOWNESS, scaled
@@ -26,10 +26,22 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # The same examples every time: what a change breaks is seen with the change. "search" looks for others, and for more
 # (CONTRIBUTING.md), "few" is for a slow tool around the tests (benchmarks/gpu). No example has a deadline: a busy
 # machine is no failure.
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("repeatable", max_examples=50, derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("few", settings.get_profile("repeatable"), max_examples=20)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add an option that notes what tests cost."""
+    parser.addoption("--costs", type=Path, metavar="FILE", help="note the processor time of each test in FILE")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure what tests cost if that is asked for."""
+    if file := config.getoption("costs"):
+        reports_elsewhere = hasattr(config, "workerinput")  # in one of several processes
+        config.pluginmanager.register(costs.Meter(None if reports_elsewhere else file))
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

@@ -6,5 +6,5 @@ from hypothesis import settings
 
 
 def examples(count: int, **options: Any) -> settings:
-    """Return settings with so many examples, or as many times more as the profile has more than 100."""
+    """Return settings with so many examples, or as many times more as the profile has more than 100, or fewer."""
     return settings(max_examples=max(1, count * settings().max_examples // 100), **options)

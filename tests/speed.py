@@ -7,46 +7,54 @@ the load of the moment and a quota of the processor, but no load that comes late
 import os
 import subprocess
 import sys
-import time
 
 VARIABLE = "SLOWNESS_OF_TESTS"
 """Has the factor for the processes that share it: pytest-xdist's, and what tests start."""
 
-FASTEST_S = 1.3
-"""What :func:`probe_s` has returned on the fastest machine, with nothing beside it."""
+FASTEST_PER_S = 1100.0
+"""Pieces of work that a process has done in a second on the fastest machine, with one other beside it."""
 
 MARGIN = 2.0
 MOST = 10.0
 """Of the factor: load so high is a moment's, and a test that hangs is to fail within the hour."""
 
-PROBE = """
-import os, torch
-for _ in range(20):
-    child = os.fork() or os._exit(0)
-    os.waitpid(child, 0)
-sum(i * i for i in range(1_000_000))
+PROBE_S = 1.5
+"""So many periods of a quota, and turns of a busy processor, that where they begin makes no difference."""
+
+PROBE = f"""
+import time
+source = "def f(x):\\n" + "    x = x + [1, 2, {{'three': x}}]\\n" * 40
+block = bytes(1 << 20)
+def work():
+    sum(i * i for i in range(20_000))
+    compile(source, "source", "exec")
+    bytearray(block)[::64]
+work()
+begun, done = time.monotonic(), 0
+while (taken := time.monotonic() - begun) < {PROBE_S}:
+    work()
+    done += 1
+print(done / taken)
 """
+"""What processes that start do: compute, compile, and get memory. No file is read meanwhile."""
 
 
-def probe_s() -> float:
-    """Return the seconds that two new processes side by side take to import torch, to fork and to compute.
+def pieces_per_s() -> float:
+    """Return how much work a process does in a second beside another one.
 
     Two, because tests run at least as many: a quota of one core for all of them is half a machine.
     """
-    begun = time.monotonic()
-    probes = [subprocess.Popen([sys.executable, "-c", PROBE]) for _ in range(2)]
-    for probe in probes:
-        assert probe.wait() == 0, "the probe of this machine's speed failed"
-    return time.monotonic() - begun
+    command = [sys.executable, "-S", "-c", PROBE]
+    probes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    rates = [float(probe.communicate()[0] or 0) for probe in probes]
+    assert all(rates), "the probe of this machine's speed failed"
+    return sum(rates) / 2
 
 
 def measured() -> float:
-    """Return how many times as long as on the fastest machine things take; files that had to be read do not count."""
+    """Return how many times as long as on the fastest machine things take."""
     if VARIABLE not in os.environ:
-        factor = probe_s() / FASTEST_S
-        if factor > 1.5:
-            factor = min(factor, probe_s() / FASTEST_S)
-        os.environ[VARIABLE] = f"{min(max(1.0, factor), MOST):.2f}"
+        os.environ[VARIABLE] = f"{min(max(1.0, FASTEST_PER_S / pieces_per_s()), MOST):.2f}"
     return float(os.environ[VARIABLE])
 
 

@@ -25,8 +25,8 @@ from .integration.running import FORKS, LIGHT
 from .speed import scaled
 
 ROOT = Path(__file__).parents[1]
-CHOSEN = "tests marked|over a copy|`local`$|islands|an exchange|profiled|`local`.* 1gbit|over Gloo"
-"""Cases of all parts; all ten algorithms would take minutes."""
+CHOSEN = "tests marked|over a copy|`local`$|profiled|`local`.* 1gbit|Gloo, 1gbit|over Gloo, in"
+"""Cases of each kind in all parts; all ten algorithms would take minutes."""
 
 
 def carried_out(*cases: Case, device: str = "cuda", limit_s: float = 100.0) -> tuple[list[tuple[str, str, str]], str]:

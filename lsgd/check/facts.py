@@ -13,7 +13,7 @@ far) and ``over`` (whether the run has ended for this worker). The kinds:
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -145,14 +145,31 @@ class Run:
         return [lives[0] for _, lives in sorted(self.by_worker.items())]
 
 
-def read_lives(folder: Path) -> list[Life]:
-    """Return the lives in a folder of facts, of those who have joined."""
-    lives = [Life(read(path)) for path in folder.glob("*.jsonl")]
-    joined = [life for life in lives if life.joined is not None]
-    return sorted(joined, key=lambda life: float(life.facts[0]["t"]))
+class Reader:
+    """Reads the facts in a folder, again and again, each line once."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[Path, tuple[int, list[Fact]]] = {}  # of each file: up to where, and what
 
-def read(path: Path) -> list[Fact]:
-    """Return the facts in a file; a last one that is being written does not count."""
-    lines: Sequence[str] = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1]]
+    def lives(self) -> list[Life]:
+        """Return the lives of those who have joined."""
+        for path in self._folder.glob("*.jsonl"):
+            self._follow(path)
+        lives = [Life(list(facts)) for _, facts in self._read.values()]
+        joined = [life for life in lives if life.joined is not None]
+        return sorted(joined, key=lambda life: float(life.facts[0]["t"]))
+
+    @property
+    def processes(self) -> int:
+        """How many have begun to join."""
+        return len([*self._folder.glob("*.jsonl")])
+
+    def _follow(self, path: Path) -> None:
+        begin, facts = self._read.setdefault(path, (0, []))
+        with path.open("rb") as file:
+            file.seek(begin)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]  # the last line may be being written
+        facts += [json.loads(line) for line in whole.splitlines()]
+        self._read[path] = begin + len(whole), facts

@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lsgd.check.lines import Tracer, here, path_of
 from lsgd.check.taps import tap_files, tap_loaders, tap_seeds
-from lsgd.check.weights import Weights, digest_of, tensor_digests
+from lsgd.check.weights import Weights, tensor_digests
 from lsgd.client.data.first import digest
 from lsgd.client.data.randomness import states
 from lsgd.observer import Observer
@@ -172,7 +172,7 @@ class Recorder(Observer):
             "step",
             **{"optimizer": self._index(optimizer), "number": self._steps, "place": self._place()},
             **{"steps": self._worker.steps, "progress": self._progress(), "lrs": _rates(optimizer)},
-            **{"weights": self._weights.sums(), "gradient": self._gradient(optimizer)},
+            **{"weights": self._weights.sums()},
             **{"noise": _noise(), "where": here()},
         )
 
@@ -223,11 +223,6 @@ class Recorder(Observer):
 
     def _index(self, optimizer: Any) -> int:
         return next(number for number, each in enumerate(self._optimizers) if each is optimizer)
-
-    def _gradient(self, optimizer: Any) -> str:
-        found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        dense = [x for x in found if x.layout == torch.strided]
-        return digest_of(iter(dense)) if dense and any(bool(x.any()) for x in dense) else ""
 
     def _note_schedulers(self) -> None:
         for each in gc.get_objects():

@@ -117,19 +117,21 @@ def _first_apart(expected: Mapping[int, Taught], taught: Sequence[Taught]) -> tu
 
 
 def _inside(own: Sequence[float], rates: Sequence[Sequence[float]]) -> bool:
-    """Return whether rates are between the lowest and the highest of others."""
+    """Return whether rates are between the lowest and the highest of others, or as far beyond as these are apart."""
     columns = list(zip(*rates, strict=True))
-    return len(own) == len(columns) and all(
-        min(column) * (1 - CLOSE) - 1e-12 <= rate <= max(column) * (1 + CLOSE) + 1e-12
-        for rate, column in zip(own, columns, strict=True)
+    if len(own) != len(columns):
+        return False
+    spans = [max(column) - min(column) + CLOSE * max(map(abs, column)) + 1e-12 for column in columns]
+    return all(
+        min(column) - span <= rate <= max(column) + span for rate, column, span in zip(own, columns, spans, strict=True)
     )
 
 
 def _noise_apart(expected: Mapping[int, Taught], life: Life, verdict: Verdict) -> Iterator[Finding]:
     """Yield a finding if a resumed worker draws again what it has drawn; note other numbers than without a stop."""
-    taught = list(life.taught)
+    taught = list(life.taught)[1:]  # the first one's numbers may be restored within the step, if it is a closure's
     apart = [each for each in taught if _other_noise(each, expected.get(each.step["place"]))]
-    if not apart:
+    if not taught or not apart:
         return
     begun = {tuple(each.step["noise"]) for place, each in expected.items() if place < taught[0].step["place"]}
     if len(begun & {tuple(each.step["noise"]) for each in taught}) > 1:

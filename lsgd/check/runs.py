@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
-from lsgd.check.facts import Life, Run, read_lives
+from lsgd.check.facts import Life, Reader, Run
 from lsgd.check.settings import variables
 from lsgd.observer import FOLDER_VARIABLE
 
@@ -102,8 +102,9 @@ class Watched:
         self._script, self._name, self._workers = script, name, workers
         folder = script.scratch / (resumes or name)
         self._run, self._own = folder / KEPT / "run", folder / "folder"
-        self._facts, self._log = folder / KEPT / f"facts-{name}", folder / KEPT / f"{name}.log"
-        self._facts.mkdir(parents=True)
+        facts, self._log = folder / KEPT / f"facts-{name}", folder / KEPT / f"{name}.log"
+        facts.mkdir(parents=True)
+        self._reader = Reader(facts)
         if not resumes:
             link_all(script.source, self._own)
         command = [sys.executable, "-m", "lsgd.client", "launch", "--plain", "--workers", str(workers)]
@@ -111,13 +112,13 @@ class Watched:
         command += ["--plan", str(script.plan.absolute())] if script.plan is not None and not resumes else []
         command += ["--resume"] if resumes else []
         environ = variables({**os.environ, **script.environ}, script.plan, workers, script.steps)
-        environ |= {FOLDER_VARIABLE: str(self._facts)}
+        environ |= {FOLDER_VARIABLE: str(facts)}
         self._process = script.start([*command, "--", *script.command], environ, self._own, self._log)
         self._stopped, self._killed, self._waits = False, "", ""
 
     def lives(self) -> list[Life]:
         """Return what was noted so far."""
-        return read_lives(self._facts)
+        return self._reader.lives()
 
     def target(self, share: float) -> int:
         """Return the step at a share of what a worker makes here: of ``--steps``, or of its own loop if that ends."""
@@ -157,12 +158,12 @@ class Watched:
         """Wait until the killed worker has made some steps of a new life; meanwhile the others stand still."""
         lives = self.lives()
         others = [int(life.joined["pid"]) for life in lives if life.joined and life.worker != self._killed]
-        before = len([*self._facts.glob("*.jsonl")])
+        before = self._reader.processes
         for pid in others:
             os.kill(pid, signal.SIGSTOP)
         try:
             until_s = time.monotonic() + STAND_STILL_S
-            self.until(lambda _: len([*self._facts.glob("*.jsonl")]) > before or time.monotonic() > until_s)
+            self.until(lambda _: self._reader.processes > before or time.monotonic() > until_s)
         finally:
             for pid in others:
                 with suppress(ProcessLookupError):

@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -80,6 +81,7 @@ def check_command(
     scratch = Path(tempfile.mkdtemp(prefix="lsgd-check-"))
     script = Script(command, scratch, workers, steps, patience_s, plan_path, device, source=Path.cwd())
     click.echo(f"[check] {shlex.join(command)}, in {scratch}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # everything that was started ends, too
     try:
         verdicts = Check(script, lambda words: click.echo(f"[check] {words}"), found).judge(only)
         click.echo(

@@ -52,7 +52,6 @@ from lsgd.errors import (
     JoinError,
     LsgdError,
     NoConsensusError,
-    NonFiniteError,
     ServerLostError,
 )
 from lsgd.flat import FlatParameters
@@ -343,10 +342,15 @@ class Worker:
         loader = shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._deal(loader)
 
-    def divides(self, data: TrainerData) -> None:
-        """Say that a Trainer's data is divided among the workers: servers compare how, and not what they learn."""
+    def divided(self, data: TrainerData | None = None) -> None:
+        """Say that the script's data is divided among the workers, so that the servers need not compare it.
+
+        Args:
+            data: that of a Trainer, which lsgd has divided: the servers compare how all deal it.
+        """
         self._first.tell_nothing()
-        data.tell(self._dealt)
+        if data is not None:
+            data.tell(self._dealt)
 
     def _own(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return a loader's options, with which its processes draw numbers of this worker's own."""
@@ -759,7 +763,7 @@ class Worker:
         gradients are exchanged, models are identical after each iteration, so there is no such round.)
 
         Returns whether the model is the run's consensus; :attr:`stopped` is true in any case. Raises as batches(), and
-        a NotTrainedError (exit code 78) if this worker has completed no iteration, though its optimizers have stepped.
+        a NotTrainedError (exit code 78) if this worker has completed no iteration.
         """
         if not self._steps.step.is_over and not self._steps.finish():
             self._end(reason="it has completed its last round")
@@ -799,13 +803,13 @@ class Worker:
         """Whether the run has ended, and the model is its consensus."""
         return self._steps.rounds.has_consensus
 
-    def _end_judged(self, *, reason: str = "") -> NonFiniteError | None:
-        """Leave, and return the error of a run that has ended with a non-finite model.
+    def _end_judged(self, *, reason: str = "") -> CodedError | None:
+        """Leave, and return the error of a run that has ended with a non-finite model, or without this worker's work.
 
         The processes of an island can look together only before they leave.
         """
         judges = self.stopped and (self._open or self._membership.island.size == 1)
-        broken = self._checkpoints.non_finite_error() if judges else None
+        broken = (self._steps.idle_error() or self._checkpoints.non_finite_error()) if judges else None
         self._end(reason=reason)
         return broken
 
@@ -813,6 +817,8 @@ class Worker:
         """Tell the servers once that this worker leaves; unused grants go back. A fork of the process says nothing."""
         if not self._open or os.getpid() != self._pid:
             return
+        if failed:
+            self._membership.has_failed()
         why = reason or ("the run is over" if self.stopped else LOOP_ENDED)
         self._steps.close()
         self._steps.rounds.entry.leave(cut=failed)
@@ -849,9 +855,9 @@ class Worker:
         self._end(failed=True, reason=f"{type(error).__name__}: {error}")
 
     def at_exit(self) -> None:
-        """Leave the run when the script ends without having done so; a model that is not finite sets the exit code."""
+        """Leave the run when the script ends without having done so; :meth:`_end_judged` may set the exit code."""
         judges = self._open and self._membership.island.size == 1
-        broken = self._checkpoints.non_finite_error() if judges else None
+        broken = (self._steps.idle_error() or self._checkpoints.non_finite_error()) if judges else None
         self._end()
         if broken is not None:
             exit_at_once(broken, self.name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lsgd.client.control.closing import end_script
 from lsgd.client.worker import Worker
-from lsgd.errors import ConfigError, JoinError, LsgdError, RunOverError
+from lsgd.errors import ConfigError, JoinError, LsgdError, RunOverError, SecondJoinError
 from lsgd.integrations.ray_seats import Place
 from lsgd.plan.plan import read
 from lsgd.protocol.keys import default_folder
@@ -176,7 +176,8 @@ def _training() -> Iterator[None]:
             yield
     except BaseException as error:
         end_script(error)
-        if isinstance(error, RunOverError) or (isinstance(error, JoinError) and _main and ray.get(_main.over.remote())):
+        late = isinstance(error, JoinError) and not isinstance(error, SecondJoinError)
+        if late and (isinstance(error, RunOverError) or (_main and ray.get(_main.over.remote()))):
             logger.warning("this worker comes too late, and has nothing to do: %s", error)
             _report_nothing()
         elif isinstance(error, SystemExit) and isinstance(error.__cause__, LsgdError):

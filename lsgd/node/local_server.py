@@ -424,7 +424,7 @@ class LocalServer:
             join = decode(frame)
             assert isinstance(join, Join)
             self.ended.add(join.worker)
-            self._listener.send(peer, [encode(Over(self._ending))])
+            self._listener.send(peer, [encode(Over(self.outcome or self._ending))])
 
     def _report_dead(self) -> None:
         """Send a Leave for workers whose processes have ended, so that nobody waits for their leases to end."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lsgd.errors import ConfigError, EvictedError, NotTrainedError, OutlierError, ServerLostError
+from lsgd.errors import ConfigError, EvictedError, NotTrainedError, OutlierError, RunOverError, ServerLostError
 from lsgd.node.allegiance import Event, State
 from lsgd.node.local_server import SERVE_AGAIN_S, LocalServer
 from lsgd.node.panel import Panel
@@ -98,6 +98,7 @@ class Node:
         self._dropped: list[Child] = []  # killed, and no part of the node any more
         self._failed: Child | None = None
         self._early: set[str] = set()  # workers that left before the end of the run
+        self._late: set[str] = set()  # and those whose last process joined after it
         self._signalled: signal.Signals | None = None
         self._step: _Step | None = None
         self._steps: deque[_Step] = deque()
@@ -305,6 +306,10 @@ class Node:
             self._early.add(child.name)
             self._say(f"{child.name} {child.how_it_ended}; the run continues without it (see {child.command.log})")
             return
+        if child.status == RunOverError.exit_code and child.role is Role.WORKER:
+            self._late.add(child.name)
+            self._say(f"{child.name} {child.how_it_ended}")
+            return
         self._say(f"{child.name} {child.how_it_ended}")
         if child.role is Role.SERVER and self._local.allegiance.may(Event.FAILED):
             self._local.upon(Event.FAILED)
@@ -435,7 +440,8 @@ class Node:
 
         The status is 0 if all processes ended by themselves without an error; else that of the first that failed
         (128 + the signal's number, if a signal killed it), or 128 + the number of the signal that we got. It is
-        :class:`NotTrainedError`'s if a worker never joined, or if all workers left before the end of the run. The end
+        :class:`NotTrainedError`'s if a worker never joined, or if all workers left before the end of the run, and
+        :class:`RunOverError`'s if all joined too late. The end
         is ``failed`` or ``stopped``; empty: what the servers say.
         """
         if failed := self._failed:
@@ -449,7 +455,8 @@ class Node:
         if self._local.failure:
             show(f"\nlsgd launch: {self._name}: {self._local.failure}\n", sys.stderr)
             return 1, "failed", self._local.failure
-        counted = [child for child in self._children if not child.role.auxiliary and child.name not in self._early]
+        apart = self._early | self._late
+        counted = [child for child in self._children if not child.role.auxiliary and child.name not in apart]
         if self._signalled and any(child.status != 0 for child in counted):
             return 128 + self._signalled, "stopped", f"{self._signalled.name}; not all processes ended in time"
         workers = {command.name for command in self._commands if command.role is Role.WORKER}
@@ -462,4 +469,9 @@ class Node:
                 "failed",
                 "all workers left before the end of the run, so there is no consensus",
             )
-        return (1, "failed", "some processes did not end") if self._alive() else (0, "", self._local.outcome)
+        if self._late == workers:
+            return RunOverError.exit_code, "failed", "all workers joined too late, so none has trained"
+        if self._alive():
+            return 1, "failed", "some processes did not end"
+        late = f"; {', '.join(sorted(self._late))} joined too late, and ended without training" if self._late else ""
+        return 0, "", f"{self._local.outcome}{late}"

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from lsgd.errors import EvictedError, JoinError, NotTrainedError, ServerLostError
+from lsgd.errors import EvictedError, JoinError, NotTrainedError, RunOverError, SecondJoinError, ServerLostError
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading, Transcript
 from lsgd.run_folder import runs
@@ -247,10 +247,15 @@ class Child:
             return f"gave up waiting for its servers (exit code {self.status})"
         if self.role is Role.WORKER and self.status == JoinError.exit_code:
             return f"was refused by the run (exit code {self.status})"
+        if self.role is Role.WORKER and self.status == RunOverError.exit_code:
+            return f"joined too late, and has not trained since (exit code {self.status})"
+        if self.role is Role.WORKER and self.status == SecondJoinError.exit_code:
+            return f"joined a second time, after the end of the run (exit code {self.status})"
         if self.status == NotTrainedError.exit_code:
             return (
                 f"ended without training in the run (exit code {self.status}): its script has to call "
-                f"lsgd.wrap(model, optimizer), or Worker.join and worker.batches (docs/start/from-ddp.md, own-run.md)"
+                f"lsgd.wrap(model, optimizer), or Worker.join and worker.batches (docs/start/from-ddp.md, own-run.md); "
+                f"type lsgd check in place of lsgd launch to see the line"
             )
         if self.status >= 0:
             return f"failed with exit code {self.status}"

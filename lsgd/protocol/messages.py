@@ -608,6 +608,7 @@ class Welcome:
         relay_secret: proof for the relay that the worker is a member.
         first: name of the worker that saves for all.
         step: place of this worker in its script's own loop, where it has one.
+        newcomer: whether it joins a run that has begun.
     """
 
     run: str
@@ -620,6 +621,7 @@ class Welcome:
     relay_secret: bytes = field(default=b"", repr=False)
     first: str = ""
     step: int = 0
+    newcomer: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,7 @@ from lsgd.protocol.messages import (
     Upward,
 )
 from lsgd.server import admission, answers, endings, meeting, scheduler, succession
+from lsgd.server.life import Stage
 from lsgd.server.reasons import NO_REASON, Reason, Why
 from lsgd.server.roster import Member, MemberState
 from lsgd.server.state import UNSAID, Decision, RunState
@@ -123,8 +124,8 @@ class Coordinator:
         endings.fail_stuck(state)
         endings.end_stalled(state)
         admission.end_waiting(state)
-        if now > state.closed_at + LINGER_S:
-            state.over = True
+        if state.life.stage is Stage.CLOSED and now > state.life.since + LINGER_S:
+            state.life.move(Stage.OVER, now)
         return self._decide()
 
     def stop(self, order: str) -> None:

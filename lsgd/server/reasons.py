@@ -80,7 +80,7 @@ class Why(enum.Enum):
     SAME_BATCHES = (
         "{worker} and {other} draw the same batches, so one of them learns nothing new ({same}): give each its part of "
         "a DataLoader or a stream, loader = worker.shard(loader), of a dataset, worker.loader(data, ...), or of rows, "
-        "worker.rows(n); or, if that is meant, pass same_data=True to the join"
+        "worker.rows(n); lsgd check names the line. If that is meant, pass same_data=True to the join"
     )
     OTHER_DEAL = (
         "{worker} and {other} divide other data at {where} ({differ}), but each takes its part of what all deal alike, "

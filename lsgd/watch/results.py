@@ -44,8 +44,8 @@ def finish(folder: Path, status: int, state: str = "", reason: str = "") -> list
     files, lines = [], []
     if document.get("state") != "over" and not state:
         lines.append(f"the end of the run could not be written to {folder / RESULT}: what it says is older")
-    elif not state:
-        reason = str(document.get("reason", ""))
+    elif not state and not reason.startswith(known := str(document.get("reason", ""))):  # it may say more
+        reason = known
     state, reason = state or ended(document), reason or "its end is not known"
     document |= {"state": state, "reason": reason, "exit_code": status}
     try:

@@ -54,10 +54,14 @@ class Logged:
 
     def poll(self) -> int | None:
         """Return its exit code, once it has ended."""
-        with suppress(BlockingIOError), self._log.open("ab") as file:
-            while data := os.read(self._fork.stdout.fileno(), 1 << 16):
-                file.write(data)
-        return self._fork.poll()
+        code, pipe = self._fork.poll(), self._fork.stdout
+        if not pipe.closed:
+            with suppress(BlockingIOError), self._log.open("ab") as file:
+                while data := os.read(pipe.fileno(), 1 << 16):
+                    file.write(data)
+            if code is not None:
+                pipe.close()
+        return code
 
 
 def check(script: Path, scratch: Path, points: Collection[int] = ALL, steps: int = 70) -> dict[int, Verdict]:

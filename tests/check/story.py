@@ -32,7 +32,7 @@ class Story:
     def step(self, **values: Any) -> "Story":
         """Tell of a step."""
         about = {"optimizer": 0, "number": self._steps, "place": self.place, "steps": 8, "progress": None, "lrs": [0.1]}
-        about |= {"weights": [float(self.place), 1.0], "gradient": "g", "where": at(25)}
+        about |= {"weights": [float(self.place), 1.0], "where": at(25)}
         about |= {"noise": [f"{self.facts[0]['worker']} {self.place} {k}" for k in range(3)]}
         self.tell("step", **{**about, **values})
         self._steps, self.place = self._steps + 1, self.place + 1

@@ -275,7 +275,7 @@ def test_what_differs_after_a_resume_is_named(wrong, words) -> None:
 
 def test_other_random_numbers_after_a_resume_are_noted() -> None:
     verdict = resume(Story().steps(8), Story().steps(4), back().steps(4, noise=["another", "", ""], weights=[9.0, 9.0]))
-    assert is_right(verdict) and "random numbers differ from step 4 on" in verdict.notes[0]
+    assert is_right(verdict) and "random numbers differ from step 5 on" in verdict.notes[0]
 
 
 def test_random_numbers_that_begin_anew_after_a_resume() -> None:
@@ -287,14 +287,14 @@ def test_random_numbers_that_begin_anew_after_a_resume() -> None:
 
 def test_rates_by_progress_may_be_a_step_off() -> None:
     def story(begin: int, end: int, off: int = 0) -> Story:
-        made = back() if begin else Story()
+        made = Story(0, step=begin).tell("read", name="step", where=at(20))
         for place in range(begin, end):
-            made.step(lrs=[1 - (place + off) / 20], progress=place / 20, steps=0)
+            made.step(lrs=[1 - (place + off) / 40], progress=place / 40, steps=0)
         return made
 
-    assert is_right(resume(story(0, 16), story(0, 4, off=1), story(4, 12, off=1)))
-    verdict = resume(story(0, 12), story(0, 4), story(4, 12, off=-4))
-    says(verdict, 25, "its learning rate at step 4 is 1 in place of 0.8")
+    assert is_right(resume(story(0, 40), story(0, 20, off=1), story(20, 40, off=1)))
+    verdict = resume(story(0, 40), story(0, 20), story(20, 40, off=-20))
+    says(verdict, 25, "its learning rate at step 20 is 1 in place of 0.5")
 
 
 def test_other_batches_after_a_resume() -> None:

@@ -127,7 +127,7 @@ def test_an_end_of_the_run_is_no_refusal(world) -> None:
     with pytest.raises(RunOverError, match=r"^the run is over: lsgd stop$") as raised:
         world.ask()
     assert isinstance(raised.value, JoinError)
-    assert raised.value.code == 0, "a script that does not handle it ends well"
+    assert raised.value.code == 69, "a script that does not handle it ends with a code of its own, without a traceback"
 
 
 def test_a_wait_ends_when_the_local_server_says_that_no_answer_will_come(world) -> None:

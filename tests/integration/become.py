@@ -282,13 +282,16 @@ def end_with(main: Callable[[], object]) -> NoReturn:
 def code_of(main: Callable[[], object]) -> int:
     """Run a program and return its exit code, negative for the signal that it is to end by."""
     try:
-        main()
+        try:
+            main()
+        except SystemExit:
+            raise
+        except BaseException as error:
+            sys.excepthook(type(error), error, error.__traceback__)  # which may raise SystemExit
+            return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
             return end.code or 0
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0

@@ -137,7 +137,7 @@ def test_one_infinite_gradient_skips_the_step_on_all_and_counts_nothing(cluster,
     assert results[0]["status"]["count"] == 40
 
 
-@pytest.mark.parametrize(("algorithm", "victim"), [("allreduce", (0, 1)), ("qsgd", (1, 1)), ("bytegrad", (1, 0))])
+@pytest.mark.parametrize(("algorithm", "victim"), [("allreduce", (0, 1)), ("qsgd", (1, 1))])
 def test_a_worker_killed_in_a_gradient_exchange(cluster, tmp_path, algorithm, victim) -> None:
     """The others exchange the gradients that they have kept, without it, and stay identical."""
     flags = plan(
@@ -173,11 +173,7 @@ def test_a_worker_killed_in_a_gradient_exchange(cluster, tmp_path, algorithm, vi
     "settings",
     [
         {"name": "decentralized"},
-        {"name": "low_precision_decentralized"},
-        {"name": "elastic", "period": 4},
-        {"name": "local", "period": 4},
         {"name": "local", "period": 4, "compression": "levels2", "fragments": 2, "delay": 1},
-        {"name": "diloco", "period": 4, "outer_momentum": 0.3},  # it learns little in 20 rounds with 0.9
         {"name": "sparse", "period": 4, "compression": "topk:k=1024", "hierarchical": False},
     ],
     ids=lambda settings: " ".join(map(str, settings.values())),

@@ -24,7 +24,7 @@ COUNTS = {"PYTHONPATH": str(ROOT)}
 """The workers count as benchmarks do."""
 
 WORKERS = 3  # an odd number: a bye in pairs, two neighbors in a ring
-ROWS = 2000  # of the model, of 1001 parameters each
+ROWS = 1000  # of the model, of 1001 parameters each
 ROWS_ON_ISLANDS = 500
 ROUNDS = 4  # of each algorithm; a multiple of three after the first, so that each has had its bye as often
 

@@ -44,7 +44,7 @@ def test_a_kill_every_few_seconds_costs_neither_the_accuracy_nor_the_count(clust
         trains(cluster, 100)  # without the victim
         until(lambda: alive(cluster) == len(PLACES), "all workers are in the run")
         trains(cluster, 50)  # whoever is new has the model now: the next victim may be its last other holder
-    limit = cluster.status()["count"] + 900
+    limit = cluster.status()["count"] + 450
     assert isinstance(cluster.ask(ChangeSettings({"iterations": str(limit)})), Status)
     for process in (*workers.values(), *servers.values(), run.server):
         process.succeeds()

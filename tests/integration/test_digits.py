@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/digits.py"
 
 NO_EXCHANGE = """
-iterations = 512
+iterations = 320
 
 [algorithm]
 name = "leader"
@@ -60,7 +60,7 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, repor
     plan = tmp_path / "no_exchange.toml"
     plan.write_text(NO_EXCHANGE)
     plan_of_example = EXAMPLE.with_suffix(".toml")
-    settings = {"LSGD_ALGORITHM": "leader", "LSGD_ITERATIONS": "576", "LSGD_PERIOD": "16", "DRAWS": "1"}
+    settings = {"LSGD_ALGORITHM": "leader", "LSGD_ITERATIONS": "320", "LSGD_PERIOD": "16", "DRAWS": "1"}
     output = train(plan_of_example, tmp_path / "exchange", **settings)
     train(plan, tmp_path / "none", workers=4)
 
@@ -70,11 +70,11 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, repor
     assert alone["leader_accuracy"] >= 0.95  # each of them has learned; only their average has not
     assert result["relative_distance_before_last_average"] < alone["relative_distance_before_last_average"]
 
-    for run, iterations, workers in ((result, 576, 2), (alone, 512, 4)):
+    for run, iterations, workers in ((result, 320, 2), (alone, 320, 4)):
         assert run["count"] == sum(member["done"] for member in run["members"]) == iterations
         assert (len(run["members"]), run["nodes"], run["rounds_local"]) == (workers, 1, 0)
     # One when the generation begins, one for each 16 iterations of a worker, and the last one.
-    assert 576 // 32 <= result["rounds_global"] <= 576 // 32 + 3
+    assert 320 // 32 <= result["rounds_global"] <= 320 // 32 + 3
     assert alone["rounds_global"] == 2
     assert sum(member["times_leader"] for member in result["members"]) == result["rounds_global"]
 
@@ -89,7 +89,7 @@ def test_leader_sgd_reaches_the_accuracy_that_no_exchange_does_not(digits, repor
 @pytest.mark.slow
 def test_the_plain_script_with_its_few_lines_trains_and_saves(digits, report, tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
-    plan.write_text("iterations = 1200\n")
+    plan.write_text("iterations = 800\n")
     train(plan, tmp_path / "run", ROOT / "examples/plain_lsgd.py")
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 10))

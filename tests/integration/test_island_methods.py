@@ -72,17 +72,9 @@ def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_pat
         assert alike(one) == other
 
 
-@pytest.mark.parametrize(
-    ("plan", "how", "units"),
-    [
-        (("bytegrad", "--hierarchical", "false"), (), 1),
-        (("qsgd",), ("--accumulate", "2", "--bf16"), 2),
-    ],
-    ids=["bytegrad", "qsgd"],
-)
-def test_gradients_become_their_mean_within_what_the_codec_rounds(islands, plan, how, units) -> None:
-    islands.begin("--algorithm", *plan, "--iterations", "40")
-    one, other = islands.train("--gradients", *how)
+def test_gradients_become_their_mean_within_what_the_codec_rounds(islands) -> None:
+    islands.begin("--algorithm", "qsgd", "--iterations", "40")
+    one, other = islands.train("--gradients", "--accumulate", "2", "--bf16")
     assert one["state"] == other["state"] and sum(one["losses"][-10:]) < sum(one["losses"][:10])
     assert islands.calls(0) <= 2 * one["iterations"] + 12
     assert equal_after_each_round(islands.folder) > 10
@@ -93,7 +85,7 @@ def test_gradients_become_their_mean_within_what_the_codec_rounds(islands, plan,
             assert torch.equal(mean, same) and not torch.equal(own, others)
             both = torch.stack([own, others, torch.zeros_like(own)])  # the padding of a block is zero
             unit = (both.amax() - both.amin()) / 255
-            assert (mean - (own / 2 + others / 2)).abs().amax() <= units * 1.01 * unit
+            assert (mean - (own / 2 + others / 2)).abs().amax() <= 2 * 1.01 * unit
 
 
 def test_a_gradient_that_is_none_in_one_shard_skips_the_step_of_all(islands) -> None:

@@ -109,26 +109,19 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
     made.close()
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(("--dim", "1", "--mean"), marks=pytest.mark.first, id="windows"),
-        pytest.param(("--copied", "--accumulate", "2", "--bf16"), id="copied"),
-        pytest.param(("--muon",), id="muon"),
-    ],
-)
-def test_islands_train_and_are_equal_after_each_exchange(islands, how) -> None:
-    islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "120")
-    one, other = islands.train(*how)
+@pytest.mark.first
+def test_islands_train_and_are_equal_after_each_exchange(islands) -> None:
+    islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "72")
+    one, other = islands.train("--dim", "1", "--mean")
     for result in (one, other):
         assert sum(result["losses"][-10:]) < sum(result["losses"][:10]) / 2
     assert one["state"] == other["state"] and one["leader"] == other["leader"]
     assert one["shapes"]["0.weight"] == [7, 8] and one["shapes"]["6.bias"] == [1]
-    assert one["iterations"] + other["iterations"] == 120
+    assert one["iterations"] + other["iterations"] == 72
     for worker, result in enumerate((one, other)):  # the join, the first round and the last, and a pause are more
         assert islands.calls(worker) <= result["iterations"] + len(whole_rounds(islands.folder, worker)) + 12
     rounds = equal_after_each_round(islands.folder)
-    assert rounds > 10
+    assert rounds > 5
     for process in (0, 1):  # its part once a round, and at the beginning and the end the model, one way or the other
         (sent, flat), (other_sent, _) = islands.sent(0, process), islands.sent(1, process)
         assert 2 * rounds * flat <= sent + other_sent <= 2 * (rounds + 4) * (flat + 120)
@@ -182,9 +175,8 @@ def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_pat
             assert saved(islands.folder) == saved(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("algorithm", ["local", "leader"])
-def test_a_number_that_is_none_in_one_shard_counts_for_the_island(islands, algorithm) -> None:
-    islands.begin("--algorithm", algorithm, "--period", "4", "--iterations", "80")
+def test_a_number_that_is_none_in_one_shard_counts_for_the_island(islands) -> None:
+    islands.begin("--algorithm", "leader", "--period", "4", "--iterations", "80")
     one, other = islands.train("--do", "nan", "--at", "15")
     assert one["state"] == other["state"]
     assert all(whole_rounds(islands.folder, worker) for worker in (0, 1))
@@ -236,14 +228,13 @@ def test_an_island_goes_on_from_its_checkpoints_with_any_number_of_processes(isl
     islands.begin(*plan, "--iterations", "60", "--checkpoint-every", "5")
     before = islands.train("--alike")
     after = [
-        resume(tmp_path, str(size), plan, *["--alike", "--plain"][: 1 + (size == 1)], size=size) for size in (2, 4, 1)
+        resume(tmp_path, str(size), plan, *["--alike", "--plain"][: 1 + (size == 1)], size=size) for size in (4, 1)
     ]
     for old, new in zip(before, after[0], strict=True):
         assert new["iterations"] == 42 and new["state"] != old["state"]
         assert sum(new["losses"][:10]) < sum(old["losses"][:10]) / 2
-    for resumed in after[1:]:
-        for one, other in zip(resumed, after[0], strict=True):
-            assert alike(one) == other
+    for one, other in zip(*after, strict=True):
+        assert alike(other) == one
 
 
 def test_a_newcomer_takes_the_model_while_the_other_islands_train(islands) -> None:

@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 NODES = 3
-LOCKSTEP = (("bytegrad", 40), ("decentralized", 40), ("allreduce", 60))
+LOCKSTEP = (("bytegrad", 12), ("decentralized", 12), ("allreduce", 24))
 """Their numbers do not depend on who is faster: what each worker has after each iteration is known."""
 
 OTHERS = tuple(name for name in ALGORITHMS if name not in dict(LOCKSTEP))
@@ -122,7 +122,7 @@ def test_two_homes_and_a_server_train_and_a_relay_that_dies_is_started_again(tmp
     """With all algorithms; and with a global server that reaches them though they reach each other not."""
     with Testbed(NODES, behind_nat=[1, 2]) as testbed:
         operator = Operator(testbed.hosts[0], tmp_path / "keys")
-        processes = begin(testbed, tmp_path, (*LOCKSTEP, *((name, 120) for name in OTHERS)))
+        processes = begin(testbed, tmp_path, (*LOCKSTEP, *((name, 40) for name in OTHERS)))
         operator.finds_the_server()
         until(lambda: operator.status()["ways"], "the nodes have tried each other")
         shown = operator.lsgd("status")

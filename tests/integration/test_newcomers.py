@@ -21,7 +21,7 @@ join_pause_s = 0.1
 name = "local"
 period = 8
 """
-WIDTH = 1 << 18
+WIDTH = 1 << 17
 MB = 4 * 10 * WIDTH / 1e6
 """Size of the model."""
 
@@ -58,7 +58,7 @@ def test_a_download_goes_on_when_its_source_and_then_the_newcomer_are_killed(tmp
         path = tmp_path / f"node{node}" / f"node{node}-worker0.digests"
         return path.read_text().split() if path.exists() else []
 
-    with Testbed(3, rate_mbit=20, behind_nat=[1, 2]) as testbed:
+    with Testbed(3, rate_mbit=10, behind_nat=[1, 2]) as testbed:
         operator = Operator(testbed.hosts[0], tmp_path / "keys")
         run = {"PLAN": str(tmp_path / "plan.toml"), "NUM_GROUPS": "3", "NUM_WORKERS": "1"}
         command = (str(SCRIPTS / "steady.py"), "--width", str(WIDTH))

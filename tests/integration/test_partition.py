@@ -44,7 +44,7 @@ class Operator:
         return FORKS.start("lsgd.client", command, environ, next(self._outputs), self._host).succeeds()
 
     def status(self) -> dict[str, Any]:
-        time.sleep(0.2)  # each look is a process, and who waits for something looks again and again
+        time.sleep(0.5)  # each look is a process, and who waits for something looks again and again
         return dict(json.loads(self.lsgd("status", "--json")))
 
     def stop(self) -> None:

@@ -36,17 +36,17 @@ def test_a_run_begins_and_ends_with_short_periods_on_all_workers(cluster) -> Non
 @pytest.mark.timeout(240)
 def test_auto_follows_a_link_that_changes(tmp_path: Path) -> None:
     plan = {"LSGD_COMPRESSION": "none", "LSGD_PERIOD": "auto", "NUM_WORKERS": "1"}
-    with Testbed(2, rate_mbit=100) as testbed:
+    with Testbed(2, rate_mbit=25) as testbed:
         operator = Operator(testbed.hosts[0], tmp_path / "keys")
         status = operator.status
 
-        # A round sends a megabyte each way: 0.08 s, and then 0.8 s, beside steps of 0.02 s.
-        command = (str(SCRIPTS / "steps.py"), "--width", "512", "--sleep", "0.02")
+        # A round sends a quarter of a megabyte each way: 0.08 s, and then 0.8 s, beside steps of 0.05 s.
+        command = (str(SCRIPTS / "steps.py"), "--width", "256", "--sleep", "0.05")
         processes = [start(host, tmp_path, *command, **plan) for host in testbed.hosts]
         operator.finds_the_server()
         # The first rounds are measured while processes still start.
         fast = until(lambda: (s := status())["rounds_global"] > 2 * SAMPLES and s, "the link is measured")["period"]
-        testbed.set_rate(10)
+        testbed.set_rate(2.5)
         slow = until(lambda: (s := status())["period"] > 2 * fast and s, f"more than twice {fast}", 90)
         assert slow["period_reason"].startswith("a round takes ")
         testbed.set_rate(None)

@@ -43,18 +43,16 @@ def equal_after_each_round(folder: Path, *, workers: bool = True) -> int:
     return len(both)
 
 
-@pytest.mark.parametrize("plan", [("--compression", "levels2"), ("--compression", "none", "--delay", "2")])
-def test_replicas_learn_and_are_equal_after_each_round(islands, plan) -> None:
-    islands.begin(*LOCAL, *plan, "--iterations", "120")
+def test_replicas_learn_and_are_equal_after_each_round(islands) -> None:
+    islands.begin(*LOCAL, "--compression", "levels2", "--iterations", "120")
     one, other = islands.train("--ddp", "--mean")
     for result in (one, other):
         assert sum(result["losses"][-10:]) < sum(result["losses"][:10]) / 2
     assert one["state"] == other["state"] and one["leader"] == other["leader"]
     assert one["iterations"] + other["iterations"] == 120
-    assert equal_after_each_round(islands.folder, workers="levels2" in plan) > 10
-    if "levels2" in plan:
-        for worker, result in enumerate((one, other)):
-            assert islands.calls(worker) <= result["iterations"] + len(rounds(islands.folder, worker, 0)) + 14
+    assert equal_after_each_round(islands.folder) > 10
+    for worker, result in enumerate((one, other)):
+        assert islands.calls(worker) <= result["iterations"] + len(rounds(islands.folder, worker, 0)) + 14
     assert islands.sent(0, 0)[0] > 0 and islands.sent(0, 1)[0] == 0  # only the head exchanges
     assert "different models" not in "".join(process.output for process in islands.processes)
     with safe_open(islands.folder / "model" / "model-00001-of-00006.safetensors", "pt") as file:
@@ -63,8 +61,8 @@ def test_replicas_learn_and_are_equal_after_each_round(islands, plan) -> None:
 
 @pytest.mark.parametrize(
     ("plan", "workers", "how"),
-    [(PHASES, 2, ()), (IN_EACH_STEP, 2, ()), (DELAYED, 1, ()), (PHASES, 1, ("--compile",))],
-    ids=["models", "in-each-step", "delayed", "compiled"],
+    [(PHASES, 2, ()), (IN_EACH_STEP, 2, ()), (DELAYED, 1, ("--compile",))],
+    ids=["models", "in-each-step", "delayed-and-compiled"],
 )
 def test_replicas_compute_what_a_whole_worker_does_bit_by_bit(islands, tmp_path, plan, workers, how) -> None:
     (tmp_path / "plan.toml").write_text(plan)
@@ -101,14 +99,12 @@ def test_gradients_are_exchanged_after_ddp_has_averaged_them(islands, algorithm,
         assert (after[0] - own.mean(0)).abs().amax() <= 2 * unit
 
 
-@pytest.mark.parametrize("plan", [LOCAL, ("--algorithm", "bytegrad")])
-def test_a_number_that_is_none_in_one_process_counts_for_the_island(islands, plan) -> None:
-    islands.begin(*plan, "--iterations", "80")
+def test_a_number_that_is_none_in_one_process_counts_for_the_island(islands) -> None:
+    islands.begin("--algorithm", "bytegrad", "--iterations", "40")
     one, other = islands.train("--ddp", "--do", "spoil", "--at", "15")
     assert one["state"] == other["state"]
     equal_after_each_round(islands.folder, workers=False)
-    said = "all members skip this step" if "bytegrad" in plan else "this worker's model is not finite"
-    assert said in islands.processes[-2].output
+    assert "all members skip this step" in islands.processes[-2].output
 
 
 def test_replicas_that_compute_otherwise_get_the_model_of_the_head(islands) -> None:
@@ -159,13 +155,12 @@ def test_replicas_go_on_from_their_checkpoints_in_any_form(islands, tmp_path) ->
     before = islands.train("--alike", "--ddp")
     written = {path.name for path in (tmp_path / "checkpoints").glob("*/60/*")}
     assert written == {"node0-worker0.safetensors", "node0-worker1.safetensors"}
-    forms = [(2, "--ddp"), (1, "--plain"), (2, "--alike")]
+    forms = [(1, "--plain"), (3, "--ddp"), (2, "--alike")]
     after = [resume(tmp_path, str(number), plan, "--alike", how, size=size) for number, (size, how) in enumerate(forms)]
     for old, new in zip(before, after[0], strict=True):
         assert new["iterations"] == 42 and new["state"] != old["state"]
-    for one, other in zip(after[0], after[1], strict=True):
-        assert alike(one) == other
-    assert after[2][0]["losses"] == pytest.approx(after[0][0]["losses"], rel=1e-3)
+    for resumed in after[1:]:
+        assert resumed[0]["losses"] == pytest.approx(after[0][0]["losses"], rel=1e-3)
 
 
 @pytest.mark.timeout(180)

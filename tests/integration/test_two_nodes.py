@@ -99,11 +99,15 @@ def processes_on(host: Host) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_nodes_reach_the_accuracy_with_local_rounds_inside_each(tmp_path: Path) -> None:
-    iterations = 1200
-    command = ("--", sys.executable, str(SCRIPTS / "digits.py"))
-    plan = {"ALGORITHM": "leader", "LSGD_PERIOD": "32", "LSGD_LOCAL_PERIOD": "8", "LSGD_ITERATIONS": str(iterations)}
+    iterations = 800
+    plan = {
+        "LSGD_ALGORITHM": "leader",
+        "LSGD_PERIOD": "64",
+        "LSGD_LOCAL_PERIOD": "8",
+        "LSGD_ITERATIONS": str(iterations),
+    }
     with Testbed(2) as testbed:
-        finish([start_by_script(host, tmp_path, *command, **plan) for host in testbed.hosts])
+        finish([start(host, tmp_path, str(SCRIPTS / "digits.py"), **plan) for host in testbed.hosts])
         assert [processes_on(host) for host in testbed.hosts] == [[], []]
         on_the_wire_nbytes = sum(host.sent_nbytes for host in testbed.hosts)
     result = json.loads((tmp_path / "node0" / "result.json").read_text())
@@ -132,24 +136,25 @@ def shows(process: Node, text: str) -> str:
 def test_the_line_that_node_0_prints_starts_node_1_with_a_token_of_its_own(tmp_path: Path) -> None:
     with Testbed(2, loopback_names=True) as testbed:
         command = ("--", sys.executable, REGRESSION)
-        first = start_by_script(testbed.hosts[0], tmp_path, *command, LSGD_ITERATIONS="200")
+        first = start_by_script(testbed.hosts[0], tmp_path, *command, NUM_WORKERS="1", LSGD_ITERATIONS="100")
         line = shows(first, "[launch] node 1 joins with: ").partition("joins with: ")[2]
         assert line.startswith("LSGD_TOKEN=lsgd1:node1:")
-        shows(first, "worker1")  # it is well under way
-        elsewhere = {"LSGD_KEYS": str(tmp_path / "none"), "IP_ADDR": "", "NUM_GROUPS": ""}
+        shows(first, "worker0")  # it is well under way
+        elsewhere = {"LSGD_KEYS": str(tmp_path / "none"), "IP_ADDR": "", "NUM_GROUPS": "", "NUM_WORKERS": "1"}
         second = start_by_script(testbed.hosts[1], tmp_path, script=("bash", "-c", line), **elsewhere)
         finish([first, second])
     result = json.loads((tmp_path / "node0" / "result.json").read_text())
-    assert (len(result["members"]), result["nodes"], result["count"]) == (4, 2, 200)
+    assert (len(result["members"]), result["nodes"], result["count"]) == (2, 2, 100)
 
 
 def test_node_1_may_start_first_and_waits_for_its_token_in_a_folder_that_both_see(tmp_path: Path) -> None:
     with Testbed(2) as testbed:
-        second = start(testbed.hosts[1], tmp_path, REGRESSION, LSGD_ITERATIONS="200")
+        plan = {"NUM_WORKERS": "1", "LSGD_ITERATIONS": "100"}
+        second = start(testbed.hosts[1], tmp_path, REGRESSION, **plan)
         shows(second, "this node needs a token: set LSGD_TOKEN, or share a folder of keys with node 0")
-        finish([second, start(testbed.hosts[0], tmp_path, REGRESSION, LSGD_ITERATIONS="200")])
+        finish([second, start(testbed.hosts[0], tmp_path, REGRESSION, **plan)])
     result = json.loads((tmp_path / "node0" / "result.json").read_text())
-    assert (len(result["members"]), result["nodes"], result["count"]) == (4, 2, 200)
+    assert (len(result["members"]), result["nodes"], result["count"]) == (2, 2, 100)
 
 
 @pytest.mark.alone
@@ -183,12 +188,13 @@ def test_while_one_node_is_in_a_local_round_the_other_keeps_training(tmp_path: P
 @pytest.mark.slow
 def test_the_script_for_two_nodes_trains_over_a_slow_wire(tmp_path: Path) -> None:
     name = os.path.relpath(tmp_path / "run", ROOT / "runs")
-    environ = {**os.environ, **LIGHT, "PYTHON": sys.executable, "RUN_NAME": name, "LSGD_ITERATIONS": "100"}
-    environ["LSGD_KEYS"] = str(tmp_path / "keys")
+    environ = {**os.environ, **LIGHT, "PYTHON": sys.executable, "RUN_NAME": name}
+    environ |= {"LSGD_KEYS": str(tmp_path / "keys"), "NUM_WORKERS": "1", "OMP_NUM_THREADS": "1"}
+    environ["LSGD_ITERATIONS"] = "50"
     script = ["bash", ROOT / "scripts/two_nodes.sh", "--rate-mbit", "100", "--delay-ms", "5"]
     done = subprocess.run(
         script, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert done.returncode == 0, done.stdout
     result = json.loads((tmp_path / "run" / "node0" / "result.json").read_text())
-    assert (len(result["members"]), result["nodes"], result["count"]) == (4, 2, 100)
+    assert (len(result["members"]), result["nodes"], result["count"]) == (2, 2, 50)

@@ -23,7 +23,7 @@ from lsgd.client.checkpoint.file import read
 from lsgd.client.control.channel import Channel, Clock
 from lsgd.client.control.identity import Identity
 from lsgd.client.wrap import WrappedWorker, loss_in
-from lsgd.errors import ConfigError, EvictedError, JoinError, LsgdError
+from lsgd.errors import ConfigError, EvictedError, JoinError, LsgdError, NotTrainedError
 from lsgd.flat import describe
 from lsgd.protocol.messages import LOOP_ENDED, StopRun
 from lsgd.run_folder import checkpoint_path, counts, runs
@@ -110,6 +110,47 @@ def test_two_scripts_make_their_own_steps_and_end_with_one_model(cluster, argume
     assert (made, more) == (20, 30) and (first, second) == (True, False)
     assert all(torch.equal(one[name], two[name]) for name in one)
     cluster.processes[0].says("all workers have made the steps of their own loops, 50 iterations")
+
+
+def test_a_worker_that_makes_no_step_has_trained_nothing(cluster) -> None:
+    cluster.start("--workers", "2", "--algorithm", "local")
+    trained = Event()
+
+    def train(index: int, identity: Identity) -> str:
+        script = Script(steps=4 * index, identity=identity)
+        script.model(BATCH)
+        with script.worker.pause():  # after it has asked, so that the others do not wait for its first step
+            pass
+        for _ in range(script.worker.steps):
+            script.step(BATCH * 2)
+            trained.set()
+        trained.wait(60.0)
+        try:
+            script.worker.finish()
+        except NotTrainedError as error:
+            script.worker.fails(error)
+            return str(error)
+        return ""
+
+    idle, other = in_threads(cluster, train)
+    assert "node0/worker0 has trained nothing: its loop has ended without an iteration." in idle and not other
+
+
+@pytest.mark.parametrize("block", [True, False], ids=["with", "hooks"])
+def test_a_worker_of_a_run_that_has_ended_without_it_says_so(cluster, monkeypatch, block, caplog) -> None:
+    join_here(cluster, monkeypatch)
+    script = Script()
+    cluster.ask(StopRun("enough"))
+    while not script.worker.stopped:
+        script.step()
+    with pytest.raises(SystemExit) as raised:
+        if block:
+            with script.worker:
+                pass
+        else:
+            script.worker.finish()
+    assert raised.value.code == NotTrainedError.exit_code
+    assert "has trained nothing: the run has ended before its first iteration was complete: enough." in caplog.text
 
 
 @pytest.mark.parametrize("arguments", ALGORITHMS)

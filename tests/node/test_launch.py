@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from lsgd import processors
 from lsgd.cli.commands import main
-from lsgd.errors import ConfigError
+from lsgd.errors import ConfigError, SecondJoinError
 from lsgd.node import gpus, launch, place
 from lsgd.node.place import Place, find_place, resolve
 from lsgd.protocol.credentials import place_of
@@ -281,6 +281,23 @@ class TestNode:
             for rank in ranks
         )
 
+    def test_ctrl_c_on_one_node_ends_its_part_and_the_other_trains_on(self, start):
+        common = ("--nodes", "2", "--address", "127.0.0.1", "--port", str(free_port()), "--workers", "1")
+        first, second = start("--node", "0", *common), start("--node", "1", *common)
+        until(lambda: len(list(second.run_dir.glob("trains*"))) == 1, "node 1 trains")
+        until((first.run_dir / "metrics.jsonl").exists, "a round was ordered")
+        second.process.send_signal(signal.SIGINT)
+        status, output = second.finish()
+        assert status == 0, output
+        assert "node1/worker0 leaves" in output and "SIGTERM" not in output
+        alone, rounds = first.run_dir / "node0-worker0.log", len(first.result["rounds"])
+        until(lambda: "rank 0 of 1" in alone.read_text(), "node 0 goes on alone")
+        until(lambda: len(first.result["rounds"]) > rounds + 2, "its rounds go on")
+        first.process.send_signal(signal.SIGINT)
+        status, output = first.finish()
+        assert status == 0, output
+        assert (first.result["state"], first.result["reason"]) == ("stopped", "lsgd launch of node0 got SIGINT")
+
     def test_killed_launcher_leaves_nothing(self, start):
         node = start("--node", "0", "--port", "0")
         until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")
@@ -392,6 +409,22 @@ if sys.argv[1] == "outside":
 """
 
 
+TWICE = """
+import os, lsgd, torch
+from pathlib import Path
+
+for stage in (1, 2):
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    worker = lsgd.wrap(model, optimizer, steps=4)
+    for _ in range(4):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+    worker.finish()
+    Path(os.environ["LSGD_RUN_DIR"], f"trained{stage}").touch()
+"""
+
+
 @pytest.mark.slow
 class TestEnds:
     """What is made of a run whose processes die, fail or come too late."""
@@ -423,6 +456,18 @@ class TestEnds:
         assert status == 0, output
         assert (node.run_dir / "saved0").exists()
         assert "worker 1 joins too late and has nothing to do: the run is over: " in output
+        assert node.result["state"] == "finished"
+        assert node.result["reason"].endswith("; node0/worker1 joined too late, and ended without training")
+
+    def test_a_script_that_joins_a_second_time_is_told_that_a_run_is_one_training(self, start):
+        node = start("--node", "0", "--port", "0", script=TWICE, LSGD_ALGORITHM="local")
+        status, output = node.finish()
+        assert status == SecondJoinError.exit_code, output
+        assert [path.name for path in node.run_dir.glob("trained*")] == ["trained1"]
+        assert "this script joins again, but the run is over: all workers have made the steps of their own" in output
+        assert "join once, before the first, and call worker.finish() after the last" in output
+        assert node.result["state"] == "failed"
+        assert node.result["reason"].endswith(f"after the end of the run (exit code {status})")
 
     def test_the_node_of_a_global_server_that_is_lost_saves_checkpoints(self, start):
         """Its journal is gone when it is to be started again."""
@@ -785,9 +830,13 @@ class TestDevices:
             gpus.choose("cuda", None)
         line = str(refused.value)
         assert f"driver {driver}, torch.version.cuda {torch.version.cuda}" in line and remedy in line
-        assert gpus.choose("auto", 1) == gpus.Devices(
-            ("cpu",), "training on the CPU: " + line.partition("be used: ")[2]
-        )
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPUs of this machine")
+    def test_gpus_that_torch_cannot_use_are_left_alone_where_the_cpu_will_do(self, nvidia_smi):
+        nvidia_smi("470.42.01")
+        chosen = gpus.choose("auto", 1)
+        assert chosen.names == ("cpu",)
+        assert chosen.warning.startswith("training on the CPU: ") and "update the driver to 525" in chosen.warning
 
     def test_hidden_gpus(self, nvidia_smi, monkeypatch):
         nvidia_smi("580.95.05")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lsgd.errors import ConfigError, NotTrainedError
+from lsgd.errors import ConfigError, NotTrainedError, RunOverError
 from lsgd.node import node as module
 from lsgd.node.allegiance import RETIRES_S, Event, State
 from lsgd.node.local_server import SERVE_AGAIN_S
@@ -290,6 +290,18 @@ def test_a_node_whose_workers_all_leave_early_has_failed(of) -> None:
         world.over = True
     assert world.finish() == (0 if of == 2 else NotTrainedError.exit_code)
     assert "worker0 left before the end of the run and has no consensus model" in world.out
+
+
+@pytest.mark.parametrize("of", [1, 2])
+def test_a_worker_that_joins_too_late_is_no_failure_unless_all_of_the_node_do(of) -> None:
+    world = World({"server": server, "late": after(1.0, 69), "worker": worker if of == 2 else after(1.0, 69)})
+    if of == 2:
+        assert world.passes(10)
+    world.over, world.outcome = True, "all is done"
+    assert world.finish() == (0 if of == 2 else RunOverError.exit_code)
+    assert "late joined too late, and has not trained since (exit code 69)" in world.out
+    if of == 2:
+        assert world.node.conclude()[2] == "all is done; late joined too late, and ended without training"
 
 
 def test_the_run_continues_without_a_worker_that_ended_as_an_outlier_on_the_node_that_serves() -> None:

@@ -230,7 +230,7 @@ def test_who_joins_a_node_that_ends_is_told_that_the_run_is_over(above, below, l
     above.hears(NodeLeave)
     late = Below(below.link.address, 8)
     late.say(greeting(3, 1, 8))
-    assert late.hears(Over) == Over("the run is over: all is done")
+    assert late.hears(Over) == Over("all is done")
     late.link.close()
     below.say(Leave("node3/worker0", 7, 5, False, "the run is over"))
     local.succeeds()

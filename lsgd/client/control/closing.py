@@ -87,7 +87,7 @@ def exit_for(error: CodedError, who: str) -> NoReturn:
     raise SystemExit(error.exit_code) from error
 
 
-def exit_at_once(error: NonFiniteError, who: str) -> NoReturn:
+def exit_at_once(error: CodedError, who: str) -> NoReturn:
     """End an interpreter that is already ending, and so can no longer choose its exit code."""
     logger.error("%s ends with exit code %d: %s", who, error.exit_code, in_words(error))
     logging.shutdown()

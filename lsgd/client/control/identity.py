@@ -40,6 +40,11 @@ class Identity:
     resume: Path | None = None
     restarted: bool = False
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """What tells this worker from all others of its machine: a local server, and a number there."""
+        return self.local_address, self.index
+
 
 def identify(environ: Mapping[str, str] = os.environ) -> Identity:
     """Return this process's identity.

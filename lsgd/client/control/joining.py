@@ -17,7 +17,15 @@ from lsgd.client.control.closing import set_exit_codes
 from lsgd.client.control.identity import Identity, Interface, gpu_name, identify, interface_towards, versions
 from lsgd.client.control.island import FollowerChannel, Island
 from lsgd.client.control.solo import Solo, is_alone, launch_line, listens
-from lsgd.errors import ConfigError, EvictedError, ExchangeError, JoinError, RunOverError, ServerLostError
+from lsgd.errors import (
+    ConfigError,
+    EvictedError,
+    ExchangeError,
+    JoinError,
+    RunOverError,
+    SecondJoinError,
+    ServerLostError,
+)
 from lsgd.flat import describe
 from lsgd.plan.plan import Plan
 from lsgd.protocol.messages import (
@@ -46,6 +54,9 @@ SILENCE_S = 20.0
 LEAVE_WITHIN_S = 3.0
 """How long a leaving worker waits for the servers to acknowledge, in seconds."""
 
+
+_joined = set[tuple[str, int]]()
+"""The workers of this process that have joined and not failed: addresses of local servers, and numbers there."""
 
 WRAPPERS = ("optimizer", "base_optimizer")
 """The attributes in which wrappers of optimizers keep the one that steps."""
@@ -86,6 +97,10 @@ class Membership:
     def relay(self) -> tuple[str, bytes]:
         """The address of the relay, and the proof that this worker is a member; an empty address: there is none."""
         return self.channel.relay if self.channel.relay[0] else (self.welcome.relay, self.welcome.relay_secret)
+
+    def has_failed(self) -> None:
+        """Let this process join again as if it had not been in the run."""
+        _joined.discard(self.identity.place)
 
     def close(self) -> None:
         """End the connections, and this process's own servers."""
@@ -156,6 +171,13 @@ def join_run(
     try:
         welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island.shards))
     except RunOverError as error:
+        if identity.place in _joined:
+            set_exit_codes()
+            raise SecondJoinError(
+                f"this script joins again, but {error}. A run is one training, so what follows in the script is not "
+                f"trained: start each training (stage, fold) by an `lsgd launch` of its own, as in `lsgd launch -- "
+                f"python SCRIPT --stage 2`; or join once, before the first, and call worker.finish() after the last"
+            ) from None
         logger.warning("worker %d joins too late and has nothing to do: %s", identity.index, error)
         raise
     except EvictedError:  # its node follows another server now: started again, it joins there
@@ -172,6 +194,7 @@ def join_run(
         "%s joins run %s as rank %d of %d on %s%s",
         *(join.worker, welcome.run, welcome.rank, welcome.world_size, device, "" if alone else travel),
     )
+    _joined.add(identity.place)
     return Membership(identity, device, channel, join, welcome, plan, island, found.servers, found.global_address)
 
 

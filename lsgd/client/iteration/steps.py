@@ -47,6 +47,7 @@ class Steps:
             has_end=lambda: run.has_end or bool(self._grants.steps),
         )
         self._begins_at = membership.welcome.step
+        self._begins = not (membership.welcome.newcomer or self._begins_at or checkpoints.iterations)
         self._whole = membership.island.size == 1
         self._replica = replica
         self.schedulers = Schedulers(
@@ -148,13 +149,13 @@ class Steps:
         """Take part in a last global round, or with ``waits`` the run's last; return whether that is the consensus.
 
         Raises:
-            NotTrainedError: this worker has completed no iteration, and has trained without asking, or nobody has.
+            NotTrainedError: this worker has completed no iteration, or nobody has.
         """
         if not self.step.is_over:
             self._replica.check()
             self.close_step()
-            if self._outside and not self._grants.done:
-                raise self._not_trained(f"its optimizers have stepped {self._outside} times outside of the run")
+            if (idle := self.idle_error()) is not None:
+                raise idle
             self._act()
             if self.rounds.pending and self.rounds.gradients is None:
                 self.rounds.before_step()  # models are exchanged even without a backward pass
@@ -166,6 +167,18 @@ class Steps:
             if self.rounds.has_consensus and not self.rounds.count:
                 raise self._not_trained("the run ends without an iteration of any worker")
         return self.rounds.has_consensus
+
+    def idle_error(self) -> NotTrainedError | None:
+        """Return the error if this worker ends without an iteration, else None.
+
+        A newcomer may find that all are granted to others, and one that is resumed that its loop has ended.
+        """
+        if self._grants.done or not (self._outside or self._begins):
+            return None
+        if (ending := self._grants.ending) is not None:
+            return self._not_trained(f"the run has ended before its first iteration was complete: {ending.reason}")
+        steps = f"its optimizers have stepped {self._outside} times outside of the run"
+        return self._not_trained(steps if self._outside else "its loop has ended without an iteration")
 
     def _not_trained(self, why: str) -> NotTrainedError:
         return NotTrainedError(

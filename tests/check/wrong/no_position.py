@@ -17,7 +17,6 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 worker = lsgd.wrap(model, optimizer)
 mine = Subset(data, worker.rows(len(data)))
 loader = DataLoader(mine, batch_size=8)
-worker.divided()
 worker.steps = 2 * len(loader)
 
 for _ in range(worker.step // len(loader), 2):
