@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lsgd.client.iteration import step
 from lsgd.node import allegiance
+from lsgd.server import life
 from lsgd.server.roster import TRANSITIONS, MemberState
 
 FOLDER = Path(__file__).parents[1] / "docs" / "concepts"
@@ -19,6 +20,15 @@ def members() -> str:
         rows.append(f"| {state.name} | {'yes' if state.live else 'no'} | {state.means} | {ways} |")
     rows.append("| (gone) | | left, silent past its lease, name taken over, refused | another process joins |\n")
     return "\n".join(rows)
+
+
+def lives() -> str:
+    """Return the stages of a run as the table in protocol.md."""
+    rows = ["| stage | shown as | means | left by |", "|---|---|---|---|"]
+    for stage, ways in life.TRANSITIONS.items():
+        left = "; ".join(f"{upon} → {after.name}" for after, upon in ways.items())
+        rows.append(f"| {stage.name} | {stage.shown} | {stage.means} | {left or 'nothing'} |")
+    return "\n".join([*rows, ""])
 
 
 def allegiances() -> str:
@@ -48,7 +58,7 @@ def step_events() -> str:
     return "\n".join([*rows, ""])
 
 
-TABLES = {"protocol.md": (members,), "failover.md": (allegiances,), "worker.md": (step_states, step_events)}
+TABLES = {"protocol.md": (members, lives), "failover.md": (allegiances,), "worker.md": (step_states, step_events)}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER

@@ -342,10 +342,15 @@ class Worker:
         loader = shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._deal(loader)
 
-    def divides(self, data: TrainerData) -> None:
-        """Say that a Trainer's data is divided among the workers: servers compare how, and not what they learn."""
+    def divided(self, data: TrainerData | None = None) -> None:
+        """Say that the script's data is divided among the workers, so that the servers need not compare it.
+
+        Args:
+            data: that of a Trainer, which lsgd has divided: the servers compare how all deal it.
+        """
         self._first.tell_nothing()
-        data.tell(self._dealt)
+        if data is not None:
+            data.tell(self._dealt)
 
     def _own(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return a loader's options, with which its processes draw numbers of this worker's own."""
@@ -659,7 +664,9 @@ class Worker:
         Each worker calls it, with the same names, in the same order as its other calls: in each one's next call they
         meet. Until the last one has come, it takes part in rounds, and the log says whom it waits for. Workers that
         have finished, left or died do not count. It ends the iteration, so call it after ``optimizer.step()``, or
-        between two loops. For best-of saves, plateau schedules and early stopping::
+        between two loops. If the model has other weights than those that the last step left, such as an average to
+        evaluate, rounds continue without this worker, as in :meth:`pause`, until its next iteration.
+        For best-of saves, plateau schedules and early stopping::
 
             if worker.mean({"val": evaluate(model)})["val"] < best and worker.first: ...
 

@@ -160,6 +160,11 @@ class WrappedWorker(Worker):
         return self._steps.called
 
     @property
+    def rounds(self) -> int:
+        """Number of the last round that has changed the model; 0: none has."""
+        return self._steps.rounds.committed
+
+    @property
     def has_trained(self) -> bool:
         """Whether it has completed an iteration since it joined."""
         return self._steps.rounds.grants.done > 0
@@ -255,6 +260,8 @@ class _Hooks:
         for x, kept in zip(written_buffers(model), self._buffers, strict=False):  # the statistics of batch norm
             x.data.copy_(kept)  # a change that the backward pass does not see
         self._buffers = []
+        if self.worker is not None and len(self._optimizers) > 1:
+            _guard(output, self.worker, type(model).__name__)
         if self.worker is not None and self.reports and model.training and torch.is_grad_enabled():
             if (loss := loss_in(output)) is not None:
                 self.worker.record(loss)
@@ -376,6 +383,23 @@ def roots(model: nn.Module) -> list[nn.Module]:
     if "forward" in vars(model) or type(model).forward is not nn.Module.forward:
         return [model]
     return [root for child in model.children() for root in roots(child)]
+
+
+def _guard(output: Any, worker: WrappedWorker, model: str) -> None:
+    """Raise a LsgdError in a backward pass that reaches what a model returned before a round changed its weights."""
+    made = worker.rounds
+
+    def check(_: Tensor) -> None:
+        if worker.rounds > made:
+            raise LsgdError(
+                f"{worker.name}: this backward pass needs a forward pass of {model} that was made before round "
+                f"{worker.rounds}, which has changed its weights since: a round comes when all optimizers have "
+                f"stepped, so make the forward passes of the next turn after the last of these steps, not between them"
+            )
+
+    for each in (output, *_items(output)):
+        if isinstance(each, Tensor) and each.requires_grad:
+            each.register_hook(check)  # type: ignore[no-untyped-call]
 
 
 def _without_gradients(worker: WrappedWorker, optimizer: torch.optim.Optimizer, closure: Callable[[], T]) -> T:

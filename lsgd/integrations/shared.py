@@ -72,7 +72,7 @@ class Integration:
         extra = {**(self._options.get("extra") or {}), **{name: x for name, x in own.items() if x is not None}}
         self._worker = Worker.join(model, optimizers, **{"step": step, **self._options, "extra": extra})
         if self._data is not None:
-            self._worker.divides(self._data)
+            self._worker.divided(self._data)
             if self._worker.plan.run.own_noise:
                 self._data.begin_own()
         return self._worker

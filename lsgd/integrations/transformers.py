@@ -1,7 +1,8 @@
 """A callback that makes any Hugging Face Trainer a worker of a run."""
 
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
@@ -18,6 +19,7 @@ from lsgd.schedulers import counts
 try:
     from accelerate.state import GradientState
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import CallbackHandler, ExportableState
     from transformers.trainer_utils import SaveStrategy
 except ImportError as missing:
     raise ImportError(
@@ -117,6 +119,7 @@ class LsgdCallback(Integration, TrainerCallback):
             worker.follow(lr_scheduler, partial(self._scheduled, state))
         else:
             worker.follow(lr_scheduler)
+        worker.follow(Decisions(state, callbacks_here()))
 
     def on_step_begin(
         self,
@@ -278,6 +281,38 @@ class LsgdCallback(Integration, TrainerCallback):
             self._has_losses = True
             self._losses.append(loss.detach().float().mean())
             self._summed = options.get("num_items_in_batch") is not None
+
+
+class Decisions:
+    """What a Trainer and its callbacks have counted to decide by: a worker that is started again has that of the run.
+
+    Args:
+        callbacks: the Trainer's; those that can export their state count, such as EarlyStoppingCallback.
+    """
+
+    def __init__(self, state: TrainerState, callbacks: Sequence[TrainerCallback]) -> None:
+        self._state = state
+        self._callbacks = [each for each in callbacks if isinstance(each, ExportableState)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best metric so far, and what each callback has counted."""
+        counted = [[type(each).__name__, each.state()["attributes"]] for each in self._callbacks]
+        return {"best": self._state.best_metric, "step": self._state.best_global_step, "counted": counted}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with these; a callback that is no longer the same keeps its own."""
+        self._state.best_metric, self._state.best_global_step = state["best"], state["step"]
+        for each, (name, attributes) in zip(self._callbacks, state["counted"], strict=False):
+            if type(each).__name__ == name:
+                vars(each).update(attributes)
+
+
+def callbacks_here() -> Sequence[TrainerCallback]:
+    """Return the callbacks of the Trainer that is calling one of them; it does not tell them of one another."""
+    frame = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+        frame = frame.f_back  # type: ignore[assignment]
+    return [] if frame is None else list(frame.f_locals["self"].callbacks)
 
 
 def check(args: TrainingArguments) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 from lsgd.protocol.messages import Join, NodeHello, Over, Refused, Waiting, Welcome
 from lsgd.server import answers, endings
 from lsgd.server.greetings import differences, objection, origin_of
+from lsgd.server.life import Stage
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, MemberState, by_place, named
 from lsgd.server.state import RunState
@@ -16,8 +17,8 @@ def join(state: RunState, join: Join) -> None:
     old = state.roster.members.get(join.worker)
     if old is not None and old.join.incarnation == join.incarnation:
         old.heard_at = state.now
-        if state.closed and not state.welcoming:
-            state.answer(old, Over(state.stopping))
+        if state.stopping and old.began < 0:
+            state.answer(old, Refused(state.failed) if state.failed else Over(state.stopping))
             remove(state, old, Why.RUN_OVER())
         else:
             _welcome(state, [old])
@@ -69,11 +70,12 @@ def announce(state: RunState, hello: NodeHello) -> None:
 def _welcome(state: RunState, members: list[Member]) -> None:
     """Welcome ``members``, or everybody as soon as enough have joined; until then, let them wait."""
     everybody = sorted(state.roster.members.values(), key=by_place)
-    if not state.welcoming and state.suffices(len(everybody)):
-        state.welcoming, members = True, everybody
+    if state.life.stage is Stage.GATHERING and state.suffices(len(everybody)):
+        state.life.move(Stage.WELCOMING, state.now)
+        members = everybody
         state.first = state.first or everybody[0].worker
         state.few_since = state.now  # from now on the run waits for their first requests
-    if not state.welcoming:
+    if state.life.stage is Stage.GATHERING:
         for member in members:
             state.answer(member, Waiting(0, state.joined(names=True)))
         return
@@ -111,7 +113,8 @@ def end_waiting(state: RunState) -> None:
     reason = Why.TOO_FEW(waited_s=waited_s, joined=state.joined(names=True))
     for member in list(members.values()):
         refuse(state, member, reason)
-    state.welcoming = False
+    if state.life.stage is Stage.WELCOMING:
+        state.life.move(Stage.GATHERING, state.now)
 
 
 def refuse(state: RunState, member: Member, reason: Reason) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from lsgd.protocol.events import RoundCompleted, RoundFailed
 from lsgd.protocol.messages import GenerationOver, Refused
 from lsgd.server import answers
+from lsgd.server.life import Stage
 from lsgd.server.links import connected, named_pairs, pairs_of, unreachable, whole_nodes
 from lsgd.server.reasons import CHECK, Reason, Why
 from lsgd.server.roster import Has, Member, MemberState, OpenRound, finite, named
@@ -24,7 +25,8 @@ def stop(state: RunState, reason: Reason) -> None:
     """End the run: withdraw all tokens; the consensus round follows when all live members are held."""
     if not state.stopping:
         hold_again(state, state.roster.within(MemberState.FINISHED))
-        state.stopping = reason
+        state.life.ends_for(reason)
+        state.life.move(Stage.STOPPING, state.now)
         state.ledger.withdraw()
         state.links.relent(state.now)
         answers.recall(state, state.ledger.lent)
@@ -40,8 +42,8 @@ def hold_again(state: RunState, members: Iterable[Member]) -> None:
 
 def fail(state: RunState, reason: Reason) -> None:
     """End the run for all its members at once, as failed: nothing of what it has learned counts."""
-    state.failed = reason
     stop(state, reason)
+    state.life.ends_for(reason, failed=True)
     close(state)
     for member in state.roster.members.values():
         if member.state is not MemberState.ENDED:  # it asks later, perhaps when this server has ended
@@ -50,7 +52,8 @@ def fail(state: RunState, reason: Reason) -> None:
 
 def close(state: RunState) -> None:
     """From now on, answer every request with the end."""
-    state.closed_at = state.now
+    if not state.closed:
+        state.life.move(Stage.CLOSED, state.now)
     for member in state.roster.within(MemberState.HELD, MemberState.CUT):
         answers.dismiss(state, member)
 
@@ -147,7 +150,7 @@ def _fail(state: RunState, opened: OpenRound, reason: Reason) -> None:
     if state.book.hopeless and not state.closed:
         in_vain = Why.ROUNDS_FAIL(failures=state.book.failures, reason=reason)
         stop(state, in_vain)
-        state.stopping = in_vain  # it may have stopped already, and this was the last round
+        state.life.ends_for(in_vain)  # it may have stopped already, and this was the last round
 
 
 def end_generation(state: RunState, reason: Reason) -> None:

@@ -9,7 +9,6 @@ for an open round get the same answer.
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import secrets
 import sqlite3
@@ -29,6 +28,7 @@ from lsgd.server.changes import Changes
 from lsgd.server.course import Pace, Stretch
 from lsgd.server.daemon import say
 from lsgd.server.data import DataBook
+from lsgd.server.life import Life
 from lsgd.server.links import Ways
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import Reason, Why
@@ -300,9 +300,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "version": VERSION,
         "run": state.run,
         "plan": state.plan.to_json(),
-        "closed": state.closed,
-        "stopping": state.stopping.to_json(),
-        "failed": state.failed.to_json(),
+        "life": state.life.to_json(),
         "count": ledger.count,
         "base": ledger.base,
         "unheard": ledger.at_risk(roster.members.values()),
@@ -397,14 +395,12 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
         ways=Ways(*saved["ways"]),
         first=saved["first"],
         meeting=Meeting.from_json(saved["meeting"]),
+        life=Life.from_json(saved["life"], now),
         data=DataBook.from_json(saved["data"]),
-        stopping=Reason(*saved["stopping"]),
-        failed=Reason(*saved["failed"]),
         terms=tuple(Term(*term) for term in saved["terms"]),
         beaten=tuple(Term(*term) for term in saved["beaten"]),
         moved=saved["moved"],
         counted=Changes(saved["changes"]),
-        closed_at=now if saved["closed"] else math.inf,
     )
     algorithm, following = (algorithm_of(saved[key], "the journal") for key in ("algorithm", "next_algorithm"))
     pace, why = Pace(**saved["pace"]), Reason(*saved["why"])

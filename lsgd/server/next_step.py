@@ -3,7 +3,6 @@
 They decide rules 3, 4, 10, 12, 13 and 16 at the top of :mod:`lsgd.server.coordinator`.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from lsgd.protocol.messages import Origin
 from lsgd.server import meeting, waits
 from lsgd.server.course import Stretch
 from lsgd.server.greetings import origin_of
+from lsgd.server.life import Stage
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Has, Member, MemberState, by_place, model_of
 from lsgd.server.state import RunState
@@ -191,7 +191,7 @@ def _last(state: RunState) -> Step | Wait:
 
 def _for_those_away(state: RunState, wait: Wait) -> Step | Wait:
     """Wait for members that are away; once the run stops, only for so long."""
-    return LimitWait() if state.stopping and state.final_due_at == math.inf else wait
+    return LimitWait() if state.life.stage is Stage.STOPPING else wait
 
 
 def held(state: RunState) -> list[Member]:
@@ -242,8 +242,9 @@ def _awaits_model(state: RunState, members: Sequence[Member]) -> Step | Wait | N
     if origin.iterations or run.restart_from_scratch:
         return GoBack(origin, members)
     few = not state.suffices(len(state.roster.members)) and not state.stopping
-    fails = not few or state.now - (state.lost_at or state.now) > run.join_timeout_s
-    return Lost(fails) if fails or not state.lost_at else Wait(waits.model_lost)
+    stranded = state.life.stage is Stage.STRANDED
+    fails = not few or (stranded and state.now - state.life.since > run.join_timeout_s)
+    return Wait(waits.model_lost) if stranded and not fails else Lost(fails)
 
 
 def _begun(state: RunState, members: Sequence[Member]) -> bool:
@@ -271,4 +272,4 @@ def from_checkpoint(member: Member, origin: Origin) -> bool:
 
 def _overdue(state: RunState) -> bool:
     """Whether the last round has waited for ``patience_s``."""
-    return bool(state.stopping) and state.now >= state.final_due_at + state.patience_s
+    return state.life.stage is Stage.LAST_WAIT and state.now >= state.life.since + state.patience_s

@@ -13,6 +13,7 @@ from lsgd.server.books import election, line, roles
 from lsgd.server.course import Stretch
 from lsgd.server.endings import close, fail, hold_again, stop
 from lsgd.server.greetings import transport_of
+from lsgd.server.life import Stage
 from lsgd.server.reasons import Why, number_of
 from lsgd.server.roster import Member, MemberState, NodeQueue, named
 from lsgd.server.state import RunState
@@ -20,10 +21,13 @@ from lsgd.server.waits import Wait
 from lsgd.settings import same_form
 
 
-def serve(state: RunState, member: Member) -> None:
-    """Answer a new request, unless it is held: with an iteration, its node's round, the end, or why it is cut off."""
+def serve(state: RunState, member: Member, *, aside: bool = False) -> None:
+    """Answer a new request, unless it is held: with an iteration, its node's round, the end, or why it is cut off.
+
+    ``aside``: a caller waits beside the rounds.
+    """
     if member.call:
-        meeting.come(state, member)
+        meeting.come(state, member, aside=aside)
     if state.closed or member.leaving:
         answers.dismiss(state, member)
     elif member.state is MemberState.CUT:
@@ -58,9 +62,9 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
                 state.links.relent(state.now)
             hold_again(state, members)
         case next_step.LimitWait():
-            state.final_due_at = state.now
+            state.life.move(Stage.LAST_WAIT, state.now)
         case next_step.Finish():
-            state.over = True
+            state.life.move(Stage.OVER, state.now)
         case next_step.Lost(fails):
             _lose_model(state, fails=fails)
         case next_step.GoBack():
@@ -149,6 +153,8 @@ def _begin_generation(state: RunState, members: Sequence[Member]) -> None:
     # Each generation has a round of its own at least, so this number is after those of rounds that are not known here.
     least = state.book.next_id if state.moved and state.book.skipped else 1
     generation = roster.begin_generation(members, transport, missed, nccl_nodes, least)
+    if before is None and not state.stopping:
+        state.life.move(Stage.TRAINING, state.now)
     if before is not None and not any(m.synced for m in members):
         state.note(Why.NO_HOLDER())
     state.happened(GenerationBegan(generation, reason.code, str(reason)))
@@ -165,6 +171,7 @@ def _order(
     if state.started_at is None:
         state.started_at = state.now
         state.book.begin(state.now)
+    _is_found(state)
     order, leader = _new_round(state, scope, members, queues, final=final)
     if scope == "global":
         state.course.pace.ordered(state.now, state.ledger.count, first=state.book.fresh)
@@ -234,7 +241,7 @@ def _go_back(state: RunState, step: next_step.GoBack) -> None:
         state.note(why(count=count, resumed=resumed, lost=count - resumed))
         if course.rewind(resumed):
             _begin_phase(state, course.number, course.next_algorithm.name)
-    state.lost_at = 0.0
+    _is_found(state)
     for member in step.members:
         if next_step.from_checkpoint(member, step.origin):
             member.learns()
@@ -242,11 +249,17 @@ def _go_back(state: RunState, step: next_step.GoBack) -> None:
             member.falls_behind()
 
 
+def _is_found(state: RunState) -> None:
+    """Note that the run has a model to continue from."""
+    if state.life.stage is Stage.STRANDED:
+        state.life.move(Stage.TRAINING, state.now)
+
+
 def _lose_model(state: RunState, *, fails: bool) -> None:
     """Note that nobody has the run's model; after a while, that fails the run."""
     reason = Why.MODEL_LOST(count=state.ledger.count)
-    if not state.lost_at:
-        state.lost_at = state.now
+    if state.life.stage is Stage.TRAINING:
+        state.life.move(Stage.STRANDED, state.now)
         state.note(reason)
     if fails:
         fail(state, reason)

@@ -13,6 +13,7 @@ from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.changes import Changes
 from lsgd.server.course import Course
 from lsgd.server.data import DataBook
+from lsgd.server.life import Life, Stage
 from lsgd.server.links import Links, Ways
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
@@ -57,12 +58,9 @@ class RunState:
         moved: whether this server has taken over, and no global round has been ordered since.
         now: seconds of a clock that never goes back, as of the last message or tick.
         started_at: time of the first round's order.
-        stopping: reason why the run ends; none until then.
-        failed: reason why it ends without what it has learned; usually none.
-        closed_at: time from which every request is answered with the end; infinite before.
+        life: where the run is between its first worker and its end.
 
     Attributes:
-        welcoming: whether enough workers have joined for the run to begin.
         few_since: time from which workers wait for others to join.
         first: name of the worker that saves for all, fixed when the run begins.
         meeting: call that workers make together.
@@ -71,13 +69,10 @@ class RunState:
         links: members that the run continues without, because others cannot reach them.
         gives_way: where another part of the run continues, if this one has given up; None: it has not.
         guarded: whether a standby would continue the run without this server.
-        over: whether the run waits for nobody any more.
         counted: what the parts of the state have changed, see :attr:`changes`.
         began_at: time at which this server began, or thawed.
         moved_at: time at which a member last asked (ahead: and was granted iterations), completed a round, or said that
             a transfer in its round goes on.
-        final_due_at: time from which the last round waits for members that are away; infinite: it does not.
-        lost_at: time at which the run's model was found to be lost, checkpoints included; 0: never.
         events: number of times that this server has noted each, by its code.
         said: what the run waits for, in words, and when that was said; :data:`UNSAID` if something has happened since.
     """
@@ -95,10 +90,7 @@ class RunState:
     ledger: Ledger = field(default_factory=Ledger)
     book: RoundBook = field(default_factory=RoundBook)
     started_at: float | None = None
-    stopping: Reason = NO_REASON
-    failed: Reason = NO_REASON
-    closed_at: float = math.inf
-    welcoming: bool = field(init=False)
+    life: Life = field(default_factory=lambda: Life(Stage.GATHERING, 0.0))
     few_since: float = field(init=False)
     announced: dict[int, int] = field(default_factory=dict)
     course: Course = field(init=False)
@@ -109,12 +101,9 @@ class RunState:
     data: DataBook = field(default_factory=DataBook)
     gives_way: Moved | None = None
     guarded: bool = False
-    over: bool = False
     counted: Changes = field(default_factory=Changes)
     moved_at: float = field(init=False)
     began_at: float = field(init=False)
-    final_due_at: float = math.inf
-    lost_at: float = 0.0
     events: Counter[str] = field(default_factory=Counter)
     decision: Decision = field(default_factory=Decision)
     said: tuple[float, Reason] = UNSAID
@@ -125,23 +114,41 @@ class RunState:
         self.course = Course(self.plan.phases)
         self.links = Links(self.plan.run.exchange_timeout_s)
         self.moved_at = self.few_since = self.began_at = self.now
-        for part in (self.roster, self.book, self.course, self.links, self.ways, self.meeting, self.data):
+        if self.roster.generation is not None and not self.life.stage.ends:
+            self.life = Life(Stage.TRAINING, self.now)
+        elif self.life.stage is Stage.GATHERING and self.suffices(len(self.roster.members)):
+            self.life = Life(Stage.WELCOMING, self.now)
+        for part in (self.roster, self.book, self.course, self.links, self.ways, self.meeting, self.data, self.life):
             part.changes = self.counted
-        self.welcoming = self.roster.generation is not None or self.suffices(len(self.roster.members))
 
     @property
     def changes(self) -> int:
         """Number of changes that the journal must have before the answers leave."""
-        own = (self.plan, self.terms, self.beaten, self.stopping, self.failed, self.closed_at, self.first)
+        own = (self.plan, self.terms, self.beaten, self.first)
         if own != self._own:
             self._own = own
             self.counted.count += 1
         return self.counted.count
 
     @property
+    def stopping(self) -> Reason:
+        """Why the run ends; none until then."""
+        return self.life.reason
+
+    @property
+    def failed(self) -> Reason:
+        """Why it ends without what it has learned; usually none."""
+        return self.life.reason if self.life.failed else NO_REASON
+
+    @property
     def closed(self) -> bool:
         """Whether every request is answered with the end."""
-        return self.closed_at < math.inf
+        return self.life.closed
+
+    @property
+    def over(self) -> bool:
+        """Whether the run waits for nobody any more."""
+        return self.life.stage is Stage.OVER
 
     @property
     def in_vain(self) -> bool:
@@ -192,11 +199,7 @@ class RunState:
     @property
     def stage(self) -> str:
         """``waiting`` (for workers), ``running``, ``stopping`` or ``over``."""
-        if self.closed or self.over:
-            return "over"
-        if self.stopping:
-            return "stopping"
-        return "running" if self.roster.generation else "waiting"
+        return self.life.stage.shown
 
     def suffices(self, workers: int) -> bool:
         """Whether the run can begin with this many workers."""

@@ -1,6 +1,6 @@
 """A member of a group over TCP on a host: ``python -m tests.client._tcp_member RANK STORE ADDRESS tls|plain PATTERN``.
 
-It sends 4 MB in which the pattern comes again and again, and gets the same from the other one.
+It sends 1 MB in which the pattern comes again and again, and gets the same from the other one.
 """
 
 import datetime
@@ -20,7 +20,7 @@ store = TCPStore(master, 29500, is_master=rank == 0, wait_for_workers=False, tim
 certificate = run_certificate(b"s" * 32, "run") if kind == "tls" else b""
 names = ["node0/worker0", "node1/worker0"]
 group = TcpGroup(Mesh("run", 1, rank, names, address, store, certificate, 30.0), Members.apart(names, rank), 30.0)
-data = torch.frombuffer(bytearray(pattern * (4_000_000 // len(pattern))), dtype=torch.uint8)
+data = torch.frombuffer(bytearray(pattern * (1_000_000 // len(pattern))), dtype=torch.uint8)
 received = torch.empty_like(data)
 group.exchange({1 - rank: data}, {1 - rank: received})
 assert received.equal(data)

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import TensorDataset
 
 from lsgd.algorithms import ALGORITHMS
@@ -451,6 +452,27 @@ def test_a_scheduler_that_is_attended_to_brings_its_rates_back(tmp_path: Path, m
         resuming.attend_extra("schedule", other)
     assert other is not None
     assert again.param_groups[0]["lr"] == rate and other.last_epoch == scheduler.last_epoch
+
+
+def test_an_average_of_the_model_and_a_scale_come_back(tmp_path: Path) -> None:
+    """Of the weights' moving average: the weights and how many it has seen; of GradScaler, after the join or before."""
+    model = nn.Linear(3, 2)
+    average, scaler = AveragedModel(model), torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    scaler.update(new_scale=32.0)
+    for _ in range(3):
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        average.update_parameters(model)
+    saved(tmp_path, model, average=average, scaler=scaler)
+    again, other = AveragedModel(nn.Linear(3, 2)), torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    resuming = Checkpoints(model, [optimizer], {"average": again}, None, tmp_path, Island())
+    resuming.load(WORKER, *describe(model))
+    resuming.attend_extra("scaler", other)
+    assert again.n_averaged == 3 and torch.equal(again.module.weight, average.module.weight)
+    assert not torch.equal(again.module.weight, model.weight)
+    assert float(other.scale(torch.ones(()))) == 32.0
 
 
 def test_other_optimizers_and_extras_are_named(tmp_path: Path, caplog) -> None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lsgd.algorithms import ALGORITHMS
@@ -755,14 +756,21 @@ def test_a_newcomer_takes_the_optimizers_state_if_the_plan_says_so(switchboard, 
 
 @pytest.mark.parametrize("settings", [AllReduceSettings(), LocalSettings(period=4)], ids=["allreduce", "local"])
 def test_newcomers_take_over_what_counts_with_the_run(switchboard, settings) -> None:
-    """Schedulers with the rates that they have set, GradScalers, what was followed, and the run's rates."""
+    """Schedulers with the rates that they have set, GradScalers, averages, what was followed, and the run's rates."""
     members = Members(switchboard, 2, settings=settings)
     scalers = [torch.amp.GradScaler("cpu", init_scale=8.0) for _ in range(2)]
     plateaus = [lr_scheduler.ReduceLROnPlateau(optimizer, patience=0) for optimizer in members.optimizers]
     members.optimizers[1].param_groups[0]["lr"] = 0.3  # each worker's own
     cosines = [lr_scheduler.CosineAnnealingLR(optimizer, 10) for optimizer in members.optimizers]
     own = [Counter(seen=rank) for rank in range(2)]
+    averages, own_averages = ([AveragedModel(model) for model in members.models] for _ in range(2))
+    for each in (averages[0], own_averages[0]):
+        each.update_parameters(members.models[0])
+        with torch.no_grad():
+            next(each.parameters()).fill_(5.0)
     for rank, checkpoints in enumerate(members.checkpoints):
+        checkpoints.follow_extra(averages[rank])
+        checkpoints.attend_extra("own average", own_averages[rank])
         scalers[rank].scale(torch.ones(()))
         checkpoints.attend_extra("scaler", scalers[rank])
         checkpoints.attend_extra("cosine", cosines[rank])
@@ -781,9 +789,16 @@ def test_newcomers_take_over_what_counts_with_the_run(switchboard, settings) -> 
     rate = members.optimizers[1].param_groups[0]["lr"]
     assert cosines[1].last_epoch == 3 and rate == pytest.approx(3 * cosines[0].get_last_lr()[0])
     assert [each.seen for each in own] == [0, 1], "which is each worker's own"
+    assert averages[1].n_averaged == 1 and equal(averages[0], averages[1])
+    own_averages[1].update_parameters(members.models[1])
+    assert equal(own_averages[1].module, members.models[1]), "it begins anew, with the model of the run"
     assert members.checkpoints[1].rates.state_dict() == members.checkpoints[0].rates.state_dict()
     members.checkpoints[1].follow_extra(plateaus[1])  # made later
     assert plateaus[1].best == 1.0 and members.optimizers[1].param_groups[0]["lr"] == fallen < 0.01
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(one.parameters(), other.parameters(), strict=True))
 
 
 class Counter:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_wor
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.control.island import Island
+from lsgd.client.data.deals import rows_of
 from lsgd.client.data.first import FirstData, FirstSteps
 from lsgd.client.data.streams import Part, StreamLoader
 from lsgd.errors import ConfigError, LsgdError
@@ -467,3 +468,10 @@ def test_a_newcomer_draws_mosaics_pass_of_its_own_count(samples) -> None:
         xs(here)
     late.part.set_epoch(2)
     assert sorted(xs(here) + xs(late)) == ALL
+
+
+def test_the_rows_of_a_split_of_datasets_are_told() -> None:
+    rows = library("datasets").Dataset.from_dict({"x": [*range(20)]})
+    assert rows_of(rows) == ""
+    one, same, other = (rows.train_test_split(0.5, seed=seed)["train"] for seed in (1, 1, 2))
+    assert rows_of(one) == rows_of(same) != rows_of(other)

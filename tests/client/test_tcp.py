@@ -324,5 +324,5 @@ def test_who_sits_on_the_way_reads_nothing_of_what_is_encrypted(kind) -> None:
         ]
         assert [process.wait(60) for process in processes] == [0, 0]
         nbytes, found = json.loads(capture.communicate()[0])
-    assert nbytes > 2 * 4_000_000
-    assert (found > 50) if kind == "plain" else (found == 0)
+    assert nbytes > 2 * 1_000_000
+    assert (found > 20) if kind == "plain" else (found == 0)

@@ -89,6 +89,25 @@ def test_a_gan_whose_container_nobody_calls(cluster, turn, critics) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_forward_pass_before_the_last_step_whose_backward_pass_follows_the_round_is_refused(
+    cluster, monkeypatch
+) -> None:
+    """No weight that the stale pass needs is saved in its graph, so torch would not notice."""
+    join_here(cluster, monkeypatch, "--algorithm", "local", "--period", "1")
+    gan = Gan()
+    gan.generator = nn.Linear(4, 2)
+    gan.both["g"], gan.og = gan.generator, torch.optim.Adam(gan.generator.parameters(), lr=0.01)
+    with wrapped(gan) as worker, pytest.raises(LsgdError, match=r"needs a forward pass of Linear .* before round 2,"):
+        fake = gan.generator(gan.noise(4))
+        for _ in range(3):
+            gan.og.zero_grad()
+            (-gan.critic(fake)).mean().backward()
+            gan.og.step()
+            fake = gan.generator(gan.noise(4))
+            gan.learn(fake)
+    assert worker.iterations == 1
+
+
 def test_a_gan_in_batches_whose_rounds_come_between_two(cluster) -> None:
     cluster.start("--workers", "2", *ROUNDS)
 

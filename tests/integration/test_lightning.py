@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
 
 from lsgd.errors import ConfigError, LsgdError
+from lsgd.integrations.shared import Integration
 
 from .running import Cluster, ForkServer, check_trainers_without_an_end, train_two
 
@@ -106,6 +115,39 @@ def test_each_of_two_loaders_is_dealt(cluster) -> None:
         first, second = (w[name] for w in workers)
         share = min(48, 12 * size)
         assert len(first) >= share and sorted({*first[:share]} | {*second[:share]}) == list(range(96))[: 2 * share]
+
+
+class Pairs(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3], [4, 5], [6, 7]])
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
+@pytest.mark.parametrize("kind", [dict, list])
+def test_loaders_that_lightning_combines_are_dealt_in_every_mode(mode, kind) -> None:
+    """Also those of a batch sampler of the script, and of rows of its own. A Trainer trains in each but the last."""
+    combined = importlib.import_module("lightning.pytorch.utilities.combined_loader")
+    drawn = list[list[set[int]]]()
+    for rank in range(2):
+        torch.manual_seed(rank)
+        loaders = [
+            DataLoader(range(16), 4, shuffle=True),
+            DataLoader(range(100, 108), batch_sampler=Pairs(range(8), 2, False)),
+            DataLoader(range(200, 216), 2, sampler=SubsetRandomSampler(range(8))),
+        ]
+        given = loaders if kind is list else dict(zip("abc", loaders, strict=True))
+        loader = combined.CombinedLoader(given, mode)
+        iter(loader)  # before the join, as in a Trainer
+        integration = Integration("a trainer", True, {})
+        integration._place = lambda rank=rank: (rank, 2)
+        integration._shard(loader.iterables, 0)
+        leaves = [leaf for batch, *_ in loader for leaf in tree_leaves(batch) if leaf is not None]
+        values = [*map(int, torch.cat(leaves))]
+        first = [[x for x in values if low <= x < low + 100] for low in (0, 100, 200)]
+        drawn.append([{*each[:size]} for each, size in zip(first, (8, 4, 4), strict=True)])
+    for one, other, rows in zip(*drawn, (range(16), range(100, 108), range(200, 208)), strict=True):
+        assert sorted(one | other) == [*rows] and not one & other
 
 
 def test_trainers_that_learn_the_same_end_the_run(cluster) -> None:

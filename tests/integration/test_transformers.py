@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from lsgd.client.checkpoint.file import pack, unpack
 from lsgd.errors import ConfigError
 
 from .running import Cluster, ForkServer, check_trainers_without_an_end, train_two
@@ -187,6 +189,42 @@ def test_all_stop_early_by_the_mean_of_their_metrics(cluster) -> None:
     )
     assert [w["steps"] for w in workers] == [20, 20] and [w["best"] for w in workers] == [7.0, 7.0]
     assert workers[0]["final"] == workers[1]["final"]
+
+
+def test_a_worker_that_is_started_again_is_as_patient_as_the_others(tmp_path) -> None:
+    """The others have counted evaluations without a better metric; a newcomer takes over what the callback follows."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.trainer_callback import CallbackHandler
+
+    integration, handlers = importlib.import_module(MODULE), list[Any]()
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        eval_strategy="steps",
+        metric_for_best_model="loss",
+        greater_is_better=False,
+    )
+
+    class Asks(transformers.TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            followed.append(integration.Decisions(state, integration.callbacks_here()))
+
+    followed, states = list[Any](), [transformers.TrainerState(max_steps=40) for _ in range(2)]
+    for state in states:
+        callbacks = [transformers.EarlyStoppingCallback(3), Asks()]
+        handlers.append(CallbackHandler(callbacks, torch.nn.Linear(1, 1), None, None, None))
+        handlers[-1].on_train_begin(arguments, state, transformers.TrainerControl())
+    states[0].best_metric, states[0].best_global_step = 1.0, 5
+    for _ in range(2):
+        control = handlers[0].on_evaluate(arguments, states[0], transformers.TrainerControl(), {"eval_loss": 2.0})
+        assert not control.should_training_stop
+    followed[1].load_state_dict(unpack(pack(followed[0].state_dict())))
+    assert states[1].best_metric == 1.0 and states[1].best_global_step == 5
+    for handler, state in zip(handlers, states, strict=True):
+        control = handler.on_evaluate(arguments, state, transformers.TrainerControl(), {"eval_loss": 2.0})
+        assert control.should_training_stop
+    assert followed[1].state_dict() == followed[0].state_dict()
+    assert [*integration.callbacks_here()] == []
 
 
 def test_an_evaluation_before_the_training_is_none_of_its_business(tmp_path) -> None:

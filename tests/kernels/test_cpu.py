@@ -29,8 +29,7 @@ def payload_of(codec, x, seed=None):
 
 
 @pytest.mark.parametrize("block", [1000, 2048, BIG_BLOCK + 5, 0])
-@pytest.mark.parametrize("seed", [None, 2**63 + 5])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("seed", "dtype"), [(None, torch.float32), (2**63 + 5, torch.bfloat16)])
 def test_large_vectors_and_any_number_of_threads(in_torch, threads, block, seed, dtype):
     x = torch.randn(LARGE).to(dtype)
     expected = payload_of(in_torch(block), x, seed)

@@ -20,7 +20,7 @@ from lsgd.testing.simulation import land, simulate
 from .reference import Problem, Worker, nodes_of
 from .training import SPLIT, TorchWorker, make_round, relative_error, train
 
-NODES = [[1], [1, 1], [3], [2, 2], [3, 1], [1, 2, 2], [2, 1, 3], [1] * 7]
+NODES = [[1], [1, 1], [3], [2, 1, 3], [1] * 7]
 STEPS = 48
 
 
@@ -108,7 +108,7 @@ def test_the_outer_step_is_torch_s():
     assert all(simulate([2], member))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["elastic", "local", "local in 8 bits", "local in 2 bits", "diloco", "sparse"])
 def test_common_models_stay_identical(name, dtype):
     """150 steps of three workers: the same master, or common model and momentum, on all of them."""

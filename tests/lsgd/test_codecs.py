@@ -87,7 +87,7 @@ def decoded(codec: Codec, payload: torch.Tensor, numel: int, dtype=torch.float32
 
 @pytest.mark.parametrize("codec", ALL, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("numel", [0, 1, 63, 64, 500])
+@pytest.mark.parametrize("numel", [0, 1, 500])
 def test_the_other_verbs_are_made_of_encode_and_decode(codec, dtype, numel):
     """Also where a codec has faster ones: the same bits."""
     xs = [torch.randn(numel, generator=torch.Generator().manual_seed(i)) for i in range(3)]
@@ -286,7 +286,6 @@ SETTINGS = {
         "none",
         "float16",
         "sign:block=16",
-        "levels2:block=16",
         "levels1:block=16",
         "minmax4:block=16",
         "topk:k=8",

@@ -167,8 +167,14 @@ def train(how: str, rounds: int, kind: type[LocalSettings] = LocalSettings, **se
     return learnt if math.isfinite(learnt) else -math.inf
 
 
-@pytest.mark.parametrize("how", ["flips", "noise", "explodes"])
-@pytest.mark.parametrize("settings", [{}, {"compression": "none", "rescale": False}, {"delay": 2}])
+@pytest.mark.parametrize(
+    ("how", "settings"),
+    [
+        *((how, {}) for how in ("flips", "noise", "explodes")),
+        ("flips", {"compression": "none", "rescale": False}),
+        ("explodes", {"delay": 2}),
+    ],
+)
 def test_the_others_learn_nearly_as_well_as_without_it(how: str, settings: dict[str, object]) -> None:
     rounds = PATIENCE - STRIKES + 1  # it does not give up yet
     right, wrong, spoilt = (train("", rounds, **settings), train(how, rounds, **settings), 0.0)

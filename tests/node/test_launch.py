@@ -281,6 +281,23 @@ class TestNode:
             for rank in ranks
         )
 
+    def test_ctrl_c_on_one_node_ends_its_part_and_the_other_trains_on(self, start):
+        common = ("--nodes", "2", "--address", "127.0.0.1", "--port", str(free_port()), "--workers", "1")
+        first, second = start("--node", "0", *common), start("--node", "1", *common)
+        until(lambda: len(list(second.run_dir.glob("trains*"))) == 1, "node 1 trains")
+        until((first.run_dir / "metrics.jsonl").exists, "a round was ordered")
+        second.process.send_signal(signal.SIGINT)
+        status, output = second.finish()
+        assert status == 0, output
+        assert "node1/worker0 leaves" in output and "SIGTERM" not in output
+        alone, rounds = first.run_dir / "node0-worker0.log", len(first.result["rounds"])
+        until(lambda: "rank 0 of 1" in alone.read_text(), "node 0 goes on alone")
+        until(lambda: len(first.result["rounds"]) > rounds + 2, "its rounds go on")
+        first.process.send_signal(signal.SIGINT)
+        status, output = first.finish()
+        assert status == 0, output
+        assert (first.result["state"], first.result["reason"]) == ("stopped", "lsgd launch of node0 got SIGINT")
+
     def test_killed_launcher_leaves_nothing(self, start):
         node = start("--node", "0", "--port", "0")
         until(lambda: len(list(node.run_dir.glob("trains*"))) == 2, "both workers train")

@@ -348,7 +348,9 @@ def test_a_node_that_serves_again_after_giving_up_keeps_its_own_workers() -> Non
 
 def test_a_run_that_is_over_meets_nobody() -> None:
     bench = started("00")
-    bench.state.closed_at = bench.now
+    bench.coordinator.stop("")
+    bench.leave("00")
+    assert bench.state.over
     bench.coordinator.meet(other(1000, ONE, TWO), bench.now)
     assert bench.state.gives_way is None
 
