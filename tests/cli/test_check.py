@@ -38,7 +38,7 @@ def test_an_estimate() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(scaled(120.0))
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_of_a_check_that_is_interrupted(tmp_path, number) -> None:
     token = f"of-{tmp_path.name}-{number}"
