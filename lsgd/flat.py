@@ -20,6 +20,9 @@ from lsgd.shards import is_sharded, local, reshard, sharded_modules, sharding_of
 ALIGNMENT_NBYTES = 64
 """Every parameter starts at a multiple of this in its vector: a cache line, and a CPU's widest vector."""
 
+SAMPLE_NUMEL = 256
+"""At most so many elements of a parameter tell whether it is as it was."""
+
 
 @dataclass
 class Slot:
@@ -135,6 +138,21 @@ class FlatParameters:
     def tensors(self) -> list[Tensor]:
         """Return the tensors that have the vectors' elements: the parameters, then the padding."""
         return [*(slot.held().detach() for slot in self.slots), *self._padding]
+
+    def versions(self) -> list[tuple[int, int]]:
+        """Return where each parameter lies, and how often it has been written to: if neither changes, nor does it."""
+        held = [local(p) if (p := slot.module._parameters.get(slot.key)) is not None else None for slot in self.slots]
+        return [(0, 0) if x is None else (x.data_ptr(), x._version) for x in held]
+
+    def sample(self) -> list[Tensor]:
+        """Return a copy of a few elements of the first, the middle and the last parameter."""
+        rows = []
+        for slot in (self.slots[0], self.slots[len(self.slots) // 2], self.slots[-1]):
+            x = slot.held().detach()
+            while x.dim() > 1 and len(x):
+                x = x[-1]
+            rows.append(x.reshape(-1)[:SAMPLE_NUMEL].clone())
+        return rows
 
     def reshard(self) -> None:
         """Put a sharded model's shards in the place of parameters that are gathered."""

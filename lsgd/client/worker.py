@@ -664,7 +664,9 @@ class Worker:
         Each worker calls it, with the same names, in the same order as its other calls: in each one's next call they
         meet. Until the last one has come, it takes part in rounds, and the log says whom it waits for. Workers that
         have finished, left or died do not count. It ends the iteration, so call it after ``optimizer.step()``, or
-        between two loops. For best-of saves, plateau schedules and early stopping::
+        between two loops. If the model has other weights than those that the last step left, such as an average to
+        evaluate, rounds continue without this worker, as in :meth:`pause`, until its next iteration.
+        For best-of saves, plateau schedules and early stopping::
 
             if worker.mean({"val": evaluate(model)})["val"] < best and worker.first: ...
 

@@ -12,6 +12,7 @@ from lsgd import __version__
 from lsgd.errors import ProtocolError
 from lsgd.node.allegiance import Allegiance, Event, State
 from lsgd.node.elsewhere import LOOK_AFTER_S, Elsewhere, Link, met
+from lsgd.node.farewell import Farewell, Stage
 from lsgd.protocol.messages import (
     LOOP_ENDED,
     PROTOCOL,
@@ -48,7 +49,7 @@ from lsgd.protocol.messages import (
 from lsgd.protocol.processes import Processes
 from lsgd.protocol.sockets import Connector, Listener, wait_for
 from lsgd.server import daemon, succession
-from lsgd.server.daemon import EXIT_AT_ONCE, LAST_WORDS_S, TICK_S, Ending, Refusals
+from lsgd.server.daemon import EXIT_AT_ONCE, TICK_S, Ending, Refusals
 from lsgd.server.held import HeldCopy
 from lsgd.server.succession import Move
 
@@ -62,9 +63,6 @@ REFUSED_FOR_S = 10.0
 
 FROZEN_S = 1.0
 """If a wait takes this much longer than planned, this process was frozen."""
-
-LEAVE_WITHIN_S, LAST_LEAVE_WITHIN_S = 15.0, 3.0
-"""How long the workers have to leave once the run or the node ends; then, this server to tell the global server so."""
 
 UNJOINED_S = 60.0
 """How long no worker's process joins until that is said, again and again."""
@@ -150,11 +148,7 @@ class LocalServer:
         self.heard_at: float | None = None
         self.rounds_at: dict[str, float] = {}
         self._refused_at: float | None = None  # since when the global server refuses the keys
-        self._ending = ""  # why this server ends; empty while it serves
-        self._ends_at = 0.0  # by then all have heard, or have had the time to
-        self._leave_said_at = 0.0
-        self._leave_heard = False
-        self._last_word = False  # the workers are gone: the next leave is the last
+        self._farewell = Farewell()
         self._stop = ""  # why the run is to stop, until the global server has heard it
         self._given_up = False  # no server can tell the workers anything any more
         self._dead: dict[bytes, bytes] = {}  # by socket: the Leave of workers whose processes have ended
@@ -199,12 +193,12 @@ class LocalServer:
     @property
     def finished(self) -> bool:
         """Whether it has ended, and all have heard that or have had the time to."""
-        return bool(self._ending) and self._now > self._ends_at
+        return self._farewell.is_late(self._now)
 
     def end(self, reason: str) -> None:
         """Make the node leave the run: its workers first."""
-        if not self._ending:
-            self._ending, self._ends_at = reason, self._now + LEAVE_WITHIN_S
+        if not self._farewell:
+            self._farewell.begin(reason, self._now)
             self.upon(Event.END)
 
     def stop_run(self, reason: str) -> None:
@@ -221,8 +215,8 @@ class LocalServer:
         """Print how it ended."""
         if self._workers:
             self._complain(f"ended although {', '.join(sorted(self._workers.values()))} did not leave")
-        if self._ending:
-            self._say(f"ended: {self._ending}")
+        if self._farewell:
+            self._say(f"ended: {self._farewell.reason}")
 
     def turn(self) -> None:
         """Carry what has arrived, and say what is due."""
@@ -233,11 +227,11 @@ class LocalServer:
         self._upward(now)
         self._report_dead()
         self._downward(now)
-        if not self._ending:
+        if not self._farewell:
             self._look_elsewhere(now)
         for refusal in self._refusals.report(self._listener, now):
             self._complain(refusal)
-        if now - self._greeted_at >= HELLO_EVERY_S and not self.over and not self._last_word:
+        if now - self._greeted_at >= HELLO_EVERY_S and not self.over and self._farewell.stage is not Stage.LAST_WORD:
             is_ours = not self.allegiance.stranger
             looks = not is_ours or self.allegiance.state is State.CLAIMING
             stops = [encode(StopRun(self._stop))] if self._stop and is_ours else []
@@ -245,7 +239,7 @@ class LocalServer:
             self._greeted_at = now
         if not self.failure and (refused := self._keys_refused(now)):
             self._refuse(refused)
-        if self._ending:
+        if self._farewell:
             self._forget_gone()
             self._leave(now)
         elif self._away(now) and now - max(self._said_at, self._started_at) > SILENT_AFTER_S:
@@ -375,7 +369,7 @@ class LocalServer:
         """Forward the workers' messages in one batch."""
         batch: list[bytes] = []
         senders: dict[bytes, bytes] = {}
-        hopeless = self._given_up or (self.over and now > self._ends_at)
+        hopeless = self._given_up or (self.over and self._farewell.is_late(now))
         for peer, frames in self._listener.receive():
             for frame in frames:
                 if kind_of(frame) is WorkerHello:
@@ -384,7 +378,7 @@ class LocalServer:
                 if peer in self._dismissed:  # what it says is of no part of the run that this node is in
                     self._listener.send(peer, self._dismissed[peer] * (kind_of(frame) in _ASKING))
                     continue
-                if self._ending and kind_of(frame) is Join:
+                if self._farewell and kind_of(frame) is Join:
                     self._dismiss(peer, frame)
                     continue
                 if kind_of(frame) is Done and (worker := self._workers.get(peer)):
@@ -424,7 +418,7 @@ class LocalServer:
             join = decode(frame)
             assert isinstance(join, Join)
             self.ended.add(join.worker)
-            self._listener.send(peer, [encode(Over(self.outcome or self._ending))])
+            self._listener.send(peer, [encode(Over(self.outcome or self._farewell.reason))])
 
     def _report_dead(self) -> None:
         """Send a Leave for workers whose processes have ended, so that nobody waits for their leases to end."""
@@ -516,11 +510,9 @@ class LocalServer:
             case RunOver(reason):
                 self.over, self.outcome = True, reason
                 self.end(f"the run is over: {reason}")
-                self._say_leave(now)
+                self._farewell.is_asked_for()
             case Left():
-                self._leave_heard = True
-                if self._last_word:
-                    self._ends_at = min(self._ends_at, now + LAST_WORDS_S)
+                self._farewell.is_heard(now)
 
     def _is_strange(self, welcome: NodeWelcome) -> bool:
         """Whether a server has begun another run in its server's place, and this node can continue its own."""
@@ -558,22 +550,15 @@ class LocalServer:
 
     def _leave(self, now: float) -> None:
         """Say that this node leaves, until it is heard; and again when its workers are gone."""
-        if not self._workers and not self._last_word:
-            # Greetings since the first leave have brought this node back.
-            self._last_word, self._leave_heard, self._leave_said_at = True, False, 0.0
-            answers = self.heard_at is not None and not self.over
-            self._ends_at = min(self._ends_at, now + (LAST_LEAVE_WITHIN_S if answers else LAST_WORDS_S))
-        if not self._leave_heard and now - self._leave_said_at >= HELLO_EVERY_S:
-            self._say_leave(now)
-
-    def _say_leave(self, now: float) -> None:
-        self._leave_said_at = now
-        self._global.send([encode(NodeLeave(self._node, self._incarnation, self._ending))])
+        if not self._workers:
+            self._farewell.workers_are_gone(now, answers=self.heard_at is not None and not self.over)
+        if self._farewell.says(now):
+            self._global.send([encode(NodeLeave(self._node, self._incarnation, self._farewell.reason))])
 
     def _forget_gone(self) -> None:
         """Stop waiting for workers whose processes have ended, which no message can reach."""
         for peer in list(self._workers):
-            if not self._listener.send(peer, [encode(Waiting(0, self._ending))]):
+            if not self._listener.send(peer, [encode(Waiting(0, self._farewell.reason))]):
                 self.processes.forget(peer)
                 self._say(f"{self._workers.pop(peer)} is gone")
 

@@ -175,6 +175,7 @@ class Request(FromWorker):
             Until then it takes part in rounds, as a ``last`` request. 0: no call.
         numbers: what to average in the call, by name; empty: it only waits.
         lacking: whether it lacked parts of the run's model when it completed the round ``committed``.
+        aside: whether rounds continue without it while it waits in the call: it has other weights than it trains.
     """
 
     seq: int
@@ -189,6 +190,7 @@ class Request(FromWorker):
     call: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
     lacking: bool = False
+    aside: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
     The others continue without it. When all have finished, or left, the run stops; a worker that failed in the middle
     of its loop has time to be started again.
 14. Workers that make a call together (``mean``, ``barrier``) get one answer, the same for all, when everybody has come
-    who still trains. Until then they take part in rounds, without iterations; the next round waits for all of them.
+    who still trains. Until then they take part in rounds, without iterations, unless they say that they have other
+    weights than they train; the next round waits for all of them.
     A newcomer's call is answered alone if the others have it behind them, and one of them waits in another.
 15. A newcomer that has completed a round but lacks parts of the run's model stays a newcomer, and gets no iterations.
 16. A stop withdraws the tokens; when all live members are held, they get the round that makes the consensus. Any
@@ -277,7 +278,7 @@ class Coordinator:
         cut = state.links.bars(member.worker, state.now)
         barred = state.links.words(member.worker, state.now) if cut else NO_REASON
         state.roster.move(member, MemberState.CUT if cut else MemberState.HELD, barred)
-        scheduler.serve(state, member)
+        scheduler.serve(state, member, aside=request.aside)
 
     def _takes_back(self, member: Member, dropped: int) -> bool:
         """Whether a member that asks again has dropped the round in its answer, and so needs another one.

@@ -54,8 +54,8 @@ class Meeting:
         return before != self._looked
 
 
-def come(state: RunState, member: Member) -> None:
-    """Take in a worker's call: refuse it if others wait in another one.
+def come(state: RunState, member: Member, *, aside: bool = False) -> None:
+    """Take in a worker's call: refuse it if others wait in another one; ``aside``: rounds continue without it.
 
     One that has made no iteration yet is answered alone if one that has waits in another: its call is behind that one.
     """
@@ -69,7 +69,7 @@ def come(state: RunState, member: Member) -> None:
             _answer(state, late, Met(late.call, late.numbers, 1))
         if late is member:
             return
-    if state.course.schedule.identical and member.held:  # it has nothing that a round could take in
+    if member.held and (aside or state.course.schedule.identical):  # it has nothing that a round could take in
         pause(state, member)
 
 

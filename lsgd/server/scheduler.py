@@ -21,10 +21,13 @@ from lsgd.server.waits import Wait
 from lsgd.settings import same_form
 
 
-def serve(state: RunState, member: Member) -> None:
-    """Answer a new request, unless it is held: with an iteration, its node's round, the end, or why it is cut off."""
+def serve(state: RunState, member: Member, *, aside: bool = False) -> None:
+    """Answer a new request, unless it is held: with an iteration, its node's round, the end, or why it is cut off.
+
+    ``aside``: a caller waits beside the rounds.
+    """
     if member.call:
-        meeting.come(state, member)
+        meeting.come(state, member, aside=aside)
     if state.closed or member.leaving:
         answers.dismiss(state, member)
     elif member.state is MemberState.CUT:

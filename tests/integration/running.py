@@ -47,7 +47,7 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_
     end = time.monotonic() + deadline_s
     while not (result := condition()):
         assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}"
-        time.sleep(0.02)
+        time.sleep(0.05)  # whoever looks takes the processor from what it waits for
     return result
 
 

@@ -1,4 +1,4 @@
-"""What a test that fails says: what its processes wait for, and which test has left a file open."""
+"""What a test that fails says: what its processes wait for, and which test has left a file open; and its costs."""
 
 import os
 import re
@@ -62,6 +62,7 @@ def test_each_failure_is_its_own_and_shows_what_is_waited_for(tmp_path: Path) ->
     environ = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     environ = {name: value for name, value in environ.items() if not name.startswith("PYTEST")}
     command = [sys.executable, "-m", "pytest", "tests/test_fails.py", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    command += [f"--costs={tmp_path / 'costs'}"]
     output = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True).stdout
     print(output)
     wrong = {tuple(found) for found in re.findall(r"^(FAILED|ERROR) \S+::(\w+)", output, re.MULTILINE)}
@@ -72,3 +73,8 @@ def test_each_failure_is_its_own_and_shows_what_is_waited_for(tmp_path: Path) ->
     story = output.partition("what still runs")[2]
     assert "waits.py 'a word'" in story and "in in_vain" in story and "in wait" in story
     assert re.search(r"this machine takes [\d.]+ times as long", output)
+    costs = re.findall(r"^([\d.]+) tests/test_fails.py::(\w+) call$", (tmp_path / "costs").read_text(), re.MULTILINE)
+    assert [test for _, test in costs] == ["test_leaks", "test_leaks_and_fails", "test_waits", "test_is_innocent"]
+    assert float(dict(map(reversed, costs))["test_waits"]) > 0.3, (
+        "it has started a server of forks, which imports torch"
+    )

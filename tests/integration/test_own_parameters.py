@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lsgd
 from lsgd.client import Worker
 from lsgd.client.control.identity import Identity
 from lsgd.errors import ConfigError, LsgdError
 
 from .running import Cluster
+from .test_wrap import in_threads
 
 ITERATIONS = 16
 ALGORITHMS = [  # in which each worker makes as many iterations, so that all runs are alike
@@ -186,6 +188,83 @@ def test_what_a_script_does_with_its_parameters_changes_no_bit(run, arguments, k
     for kind in kinds:
         found = run(kind, arguments, kind.__name__)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True)), kind
+
+
+class Averaged(nn.Module):
+    """Gains one or more in each weight and step, and is evaluated with other weights."""
+
+    def __init__(self, gain: int) -> None:
+        super().__init__()
+        self.gain = gain
+        self.w = nn.Parameter(torch.zeros(64))
+        self.optimizer = torch.optim.SGD([self.w], lr=1.0)
+        self.least = 0.0
+
+    def forward(self) -> Tensor:
+        return -self.gain * self.w.sum()
+
+    def learn(self) -> None:
+        self.least = min(self.least, float(self.w.detach().min()))
+        self.optimizer.zero_grad()
+        self().backward()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def evaluate(self, worker: Worker) -> None:
+        trained = self.w.clone()
+        self.w.fill_(-100.0)
+        worker.mean({"loss": 1.0})
+        assert self.w.tolist() == [-100.0] * 64
+        self.w.copy_(trained)
+        worker.mean({"loss": 2.0})
+
+
+EARLY, LATE, STEPS = 8, 40, 48
+
+
+def in_batches(model: Averaged, identity: Identity, evaluates_at: int) -> None:
+    with Worker.join(model, model.optimizer, identity=identity) as worker:
+        worker.steps = STEPS
+        for step in worker.batches(range(STEPS)):
+            model.learn()
+            if step + 1 == evaluates_at:
+                model.evaluate(worker)
+        assert worker.finish()
+
+
+def in_hooks(model: Averaged, identity: Identity, evaluates_at: int) -> None:
+    worker = lsgd.wrap(model, model.optimizer, identity=identity, steps=STEPS)
+    for step in range(STEPS):
+        model.learn()
+        if step + 1 == evaluates_at:
+            model.evaluate(worker)
+    assert worker.finish()
+
+
+@pytest.mark.parametrize("loop", [in_batches, in_hooks])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--algorithm", "local", "--period", "4", "--compression", "none", "--rescale", "false"),
+        ("--algorithm", "leader", "--period", "4", "--local-period", "4"),
+    ],
+    ids=["local", "leader"],
+)
+def test_weights_that_were_not_trained_are_not_exchanged(cluster, caplog, arguments, loop) -> None:
+    caplog.set_level("INFO", "lsgd")
+    cluster.start("--workers", "2", *arguments)
+
+    def train(index: int, identity: Identity) -> Averaged:
+        model = Averaged(1 + index)
+        loop(model, identity, EARLY if index else LATE)
+        return model
+
+    one, two = in_threads(cluster, train)
+    assert torch.equal(one.w, two.w) and float(one.w.detach().min()) > STEPS / 2
+    assert min(one.least, two.least) == 0.0
+    assert any(
+        "node0/worker1 waits in mean() or barrier() with other weights" in message for message in caplog.messages
+    )
 
 
 class Int8(Tensor):

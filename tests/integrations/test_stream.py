@@ -199,6 +199,48 @@ def test_positions_of_several_loaders_are_those_of_what_was_trained_on():
     assert [[next(each).tolist() for _ in range(2)] for each in loaders_again] == [each[1:] for each in drawn]
 
 
+class Shuffled(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(24).tolist())
+
+
+@pytest.mark.parametrize("trained", [0, 1, 2, 5, 6, 8])
+def test_a_stream_goes_on_behind_what_was_trained_on_and_not_behind_what_was_read_ahead(trained):
+    """Also if its Trainer counts its passes from 0 again, and after the last batch of a pass."""
+
+    def begun() -> tuple[TrainerData, DataLoader[int]]:
+        loader = DataLoader(Shuffled(), 2)
+        return TrainerData(loader, lambda: (1, 2), 0), loader
+
+    def batches(loader: DataLoader[int]) -> Iterator[list[int]]:
+        while True:
+            yield from ([*batch.tolist()] for batch in loader)
+
+    (first, loader), (again, loader_again) = begun(), begun()
+    source = batches(loader)
+    drawn = [next(source)]
+    for _ in range(trained):
+        if len(drawn) % 6:  # of a pass: the next one begins when all of it was trained on
+            drawn.append(next(source))
+            first.consume()
+        else:
+            first.consume()
+            drawn.append(next(source))
+    again.load_state_dict(first.state_dict())
+    again.parts[0].set_epoch(0)
+    wanted = [*drawn[trained:], *(next(source) for _ in range(3))]
+    ahead = batches(loader_again)
+    assert [next(ahead) for _ in wanted] == wanted
+    assert again.state_dict() != {"loaders": [None]}
+
+
+def test_a_stream_that_other_processes_read_says_no_position():
+    data = TrainerData(DataLoader(Shuffled(), 2, num_workers=1), lambda: (0, 2), 0)
+    data.consume()
+    assert data.state_dict() == {"loaders": [None]}
+    data.load_state_dict({"loaders": [None]})
+
+
 class NoEnd(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         return count()

@@ -14,7 +14,8 @@ import pytest
 
 from lsgd.errors import ConfigError
 from lsgd.node.elsewhere import Elsewhere
-from lsgd.node.local_server import LAST_LEAVE_WITHIN_S, LEAVE_WITHIN_S, SILENT_AFTER_S, LocalServer
+from lsgd.node.farewell import LAST_LEAVE_WITHIN_S, LEAVE_WITHIN_S
+from lsgd.node.local_server import SILENT_AFTER_S, LocalServer
 from lsgd.protocol.messages import (
     LOOP_ENDED,
     PROTOCOL,

@@ -31,6 +31,19 @@ def meet(bench: Bench, place: str, number: int = 1, **values: float) -> None:
     bench.ask(place, same=same, did=not same and bench.seqs[place] > 0, last=True, call=number, numbers=values)
 
 
+def test_rounds_continue_without_a_caller_that_has_other_weights_than_it_trains() -> None:
+    bench = started("00", "01", period=4)
+    bench.ask("01", last=True, call=1, aside=True)
+    assert bench.member("01").state is MemberState.PAUSED
+    while bench.member("00").round is None:
+        bench.ask("00")
+    assert bench.round("00").generation.members == ("node0/worker0",)
+    bench.complete_all("00")
+    bench.ask("00", last=True, call=1)
+    assert all(isinstance(bench.only(place), Met) for place in ("00", "01"))
+    assert bench.member("01").state is MemberState.BUSY
+
+
 def test_the_mean_comes_when_all_have_come() -> None:
     bench = started("00", "01", "10")
     meet(bench, "00", val=1.0)

@@ -68,6 +68,7 @@ class Part(IterableDataset[Any]):
         self._deal = Deal(self.stream)
         self._alike = Apart(0, 0)  # numbers for the order of a stream that each worker reads whole
         self._saved: dict[str, Any] | None = None  # where to begin the next pass
+        self._trained: tuple[int, int] | None = None  # the pass under way, and how far in the stream it is trained on
         self.follow()
 
     def follow(self) -> None:
@@ -125,13 +126,15 @@ class Part(IterableDataset[Any]):
     def _begin(self) -> None:
         """Divide the stream for a new pass; one that was left early is over."""
         self.follow()
-        if self._drawn and self._saved is None:
+        if self._saved is not None and get_worker_info() is None:
+            self.set_epoch(self._saved["epoch"])  # whatever a Trainer that begins anew has set since
+        elif self._drawn:
             self._next_epoch()
         self._drawn = 0
         self._deal = deal(self.stream, *self.place)
         info = get_worker_info()
         self._alike = Apart(info.id if info else 0, self.epoch)
-        if self._saved and self._saved["place"] != self._deal.place:
+        if self._saved and self._saved["drawn"] and self._saved["place"] != self._deal.place:
             self.set_epoch(self._saved["epoch"] + 1)
             self._saved = None
             logger.warning(
@@ -139,6 +142,7 @@ class Part(IterableDataset[Any]):
                 "with pass %d; a stream that is not shuffled begins with the same data",
                 self.epoch,
             )
+        self._trained = (self.epoch, self._saved["drawn"] if self._saved else 0)
         if _is_of("streaming", "StreamingDataset", self._deal.stream):
             self._deal.stream.next_epoch = self.epoch
         elif hasattr(self._deal.stream, "set_epoch"):
@@ -148,7 +152,7 @@ class Part(IterableDataset[Any]):
         """Return an iterator from where the checkpoint was, if there is one, else from the beginning."""
         saved, self._saved = self._saved, None
         source: Iterator[Any]
-        if saved is None:
+        if saved is None or not saved["drawn"]:
             source = iter(self._deal.stream)
             return source
         if saved["stream"] is not None:
@@ -163,9 +167,8 @@ class Part(IterableDataset[Any]):
 
     def _takes(self, index: int) -> bool:
         """Whether an element is this process's."""
-        rank, size = (0, 1) if self._deal.place else self.place
-        size = max(1, size // self._deal.processes)
-        rank %= size
+        size = 1 if self._deal.place else self._readers
+        rank = self.place[0] % size
         info = get_worker_info()
         if info is not None and not isinstance(self.stream, IterableDataset):  # others divide themselves, as torch asks
             rank, size = rank * info.num_workers + info.id, size * info.num_workers
@@ -191,8 +194,27 @@ class Part(IterableDataset[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a :meth:`state_dict`: the next pass is the rest of that one."""
         self.set_epoch(state["epoch"])
-        self._saved = state if state["drawn"] else None
+        self._saved = state
         self._drawn = 0
+
+    def consume(self, elements: int) -> None:
+        """Count elements that were trained on, for a Trainer's loader, which reads ahead; follow the members."""
+        self.follow()
+        if self._trained is not None:
+            epoch, place = self._trained
+            self._trained = epoch, place + elements * (1 if self._deal.place else self._readers)
+
+    def trained(self) -> dict[str, Any] | None:
+        """Return as :meth:`state_dict` how far the stream is trained on; None: other processes read it, or nobody."""
+        if self._saved is not None or self._trained is None:
+            return self._saved
+        epoch, drawn = self._trained
+        return {"epoch": epoch, "drawn": drawn, "place": self._deal.place, "stream": None}
+
+    @property
+    def _readers(self) -> int:
+        """How many take every n-th element of the stream, which is as many as the workers, or as their processes."""
+        return max(1, self.place[1] // self._deal.processes)
 
     def position(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""

@@ -146,8 +146,8 @@ class TrainerData:
 
     def consume(self) -> None:
         """Count a batch of each loader that was trained on; let a stream know who the members are by now."""
-        for each in self.parts:
-            each.consume() if isinstance(each, Endless) else each.follow()
+        for loader, each in zip(self._loaders, self.parts, strict=True):
+            each.consume() if isinstance(each, Endless) else each.consume(loader.batch_size or 1)
 
     def begin_own(self) -> None:
         """Let the loaders' processes draw numbers of this worker's own from the next pass on."""
@@ -157,19 +157,19 @@ class TrainerData:
                 _replace(loader, "worker_init_fn", OwnInEachProcess(loader.worker_init_fn))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in each loader that has one: a stream begins its pass again."""
-        return {"loaders": [each.state_dict() for each in self._endless()]}
+        """Return the position in each loader; a stream that other processes read begins its pass again."""
+        return {"loaders": [each.state_dict() if isinstance(each, Endless) else each.trained() for each in self.parts]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue there."""
-        if len(state["loaders"]) != len(found := list(self._endless())):
+        pairs = [*zip(self.parts, state["loaders"], strict=False)]
+        fit = (saved is None or isinstance(each, Endless) == ("consumed" in saved) for each, saved in pairs)
+        if len(state["loaders"]) != len(self.parts) or not all(fit):
             logger.warning("the training data has other loaders than the checkpoint: they begin at the first epoch")
             return
-        for each, saved in zip(found, state["loaders"], strict=True):
-            each.load_state_dict(saved)
-
-    def _endless(self) -> Iterator[Endless]:
-        return (each for each in self.parts if isinstance(each, Endless))
+        for each, saved in pairs:
+            if saved is not None:
+                each.load_state_dict(saved)
 
 
 def bare(loader: Any) -> Any:

@@ -201,6 +201,7 @@ class GrantClient:
         self._calls = 0  # that all workers make together
         self._numbers: dict[str, float] | None = None  # of the call that waits; None: no call does
         self._averaged: dict[str, float] = {}  # those of all processes
+        self._aside = False  # in the call, rounds continue without this worker
         self.met: Met | None = None
         self._reported = 0  # iterations completed, as of the last request
 
@@ -272,10 +273,10 @@ class GrantClient:
         """Give back all grants: the next request is a new one."""
         self._give_all_back()
 
-    def call(self, numbers: dict[str, float]) -> None:
-        """Begin a call that all workers make together; :meth:`want_only_round` waits for them."""
+    def call(self, numbers: dict[str, float], *, aside: bool = False) -> None:
+        """Begin a call that all workers make; :meth:`want_only_round` waits for them, or ``aside`` from rounds."""
         self._calls += 1
-        self._numbers, self.met = numbers, None
+        self._numbers, self._aside, self.met = numbers, aside, None
 
     def end_call(self) -> None:
         """Wait in no call any more, because it is answered, or was interrupted."""
@@ -376,7 +377,9 @@ class GrantClient:
         request = Request(*self._who, seq, self.done, *rounds, loss, ahead, self._last, self._finished, self.steps)
         if self.lacking:
             request = replace(request, lacking=True)
-        return request if self._numbers is None else replace(request, call=self._calls, numbers=self._averaged)
+        if self._numbers is None:
+            return request
+        return replace(request, call=self._calls, numbers=self._averaged, aside=self._aside)
 
 
 def _means(reports: list[dict[str, float]]) -> dict[str, float]:

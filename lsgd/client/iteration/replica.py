@@ -93,6 +93,7 @@ class Replica:
         self._aligned = False  # parameters, which is said once
         self._kept: tuple[Algorithm, list[Tensor]] | None = None
         self._own_change: list[Tensor] = []
+        self._trained: tuple[list[tuple[int, int]], list[Tensor]] | None = None  # as the last step or round has left it
         self._comes_back = False  # with such a change, when it has last taken over a model
 
     @property
@@ -129,6 +130,22 @@ class Replica:
                     "ones, as load_state_dict does without assign=True",
                     slot.name,
                 )
+
+    def note_trained(self) -> None:
+        """Note that the weights in the model are those that are trained: a step or a round has just left them."""
+        self._trained = self.flat.versions(), self.flat.sample()
+
+    def others(self) -> list[str]:
+        """Return the names of parameters with other weights than the trained ones, such as averages to evaluate.
+
+        Weights that were written and are back do not count, as far as a few elements tell.
+        """
+        if self._trained is None or (now := self.flat.versions()) == self._trained[0]:
+            return []
+        before, rows = self._trained
+        if all(torch.equal(x, row.to(x.device)) for x, row in zip(self.flat.sample(), rows, strict=True)):
+            return []
+        return [slot.name for slot, was, is_ in zip(self.flat.slots, before, now, strict=True) if was != is_]
 
     def _in_groups(self) -> set[int]:
         return {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}

@@ -166,9 +166,12 @@ class Rounds:
                 *(self._who[0], self.grants.done, self.committed),
             )
 
-    def meet(self, numbers: dict[str, float]) -> Met | None:
-        """Carry out rounds, without iterations, until all workers make this call; None: the run has ended before."""
-        self.grants.call(numbers)
+    def meet(self, numbers: dict[str, float], *, aside: bool) -> Met | None:
+        """Carry out rounds, without iterations, until all workers make this call; None: the run has ended before.
+
+        ``aside``: the weights in the model are not the trained ones, so rounds are to continue without them.
+        """
+        self.grants.call(numbers, aside=aside)
         with on_error(self.grants.end_call):
             while self.grants.met is None:
                 self.grants.want_only_round()

@@ -58,7 +58,7 @@ class Steps:
         )
         self._outside = 0  # steps of optimizers outside of steps of this worker
         self._idle = 0  # steps in a row in which no optimizer stepped
-        self._warned = False
+        self._warned = self._said_aside = False
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in replica.optimizers]
         self._hooks += [o.register_step_post_hook(self._after_step) for o in replica.optimizers]
 
@@ -119,8 +119,9 @@ class Steps:
     def _take(self, why: str) -> bool:
         """Take the rest of a step away from it, and drop its round; return whether there was something to take."""
         within = self.step.is_granted
-        self._count()
-        self._act()
+        trained = not self._others()
+        self._count(trained=trained)
+        self._act(trained=trained)
         if self.rounds.pending:
             self.rounds.drop(why)
         if within:
@@ -195,15 +196,30 @@ class Steps:
         self._replica.check()
         within = self._take("meets the others in the middle of an iteration")
         try:
+            others = self._others()
+            self._say_aside(others)
             with self._asking():
-                met = self.rounds.meet(numbers)
+                met = self.rounds.meet(numbers, aside=bool(others))
                 self.step.advance(Event.STOP if met is None else Event.MEET)
+            if not others:
+                self._replica.note_trained()
         finally:
             if within and not self.step.is_over:
                 self.step.advance(Event.TAKE)
         if met is not None and met.error:
             raise LsgdError(met.error)
         return numbers if met is None else met.values
+
+    def _say_aside(self, others: list[str]) -> None:
+        """Say once that this worker takes part in no round while it waits in a call, because of other weights."""
+        if others and not self._said_aside:
+            self._said_aside = True
+            logger.info(
+                "%s waits in mean() or barrier() with other weights in its model than those that its last step left "
+                "(%s): rounds exchange what was trained, so they continue without it until its next iteration; to take "
+                "part in them, put the trained weights back before the call",
+                *(self._name, ", ".join(others[:2]) + (", ..." if len(others) > 2 else "")),
+            )
 
     def close(self) -> None:
         """Count the last iteration, remove the hooks, and leave."""
@@ -215,8 +231,12 @@ class Steps:
             self.rounds.close()
             self.step.advance(Event.LEAVE)
 
-    def _count(self) -> None:
-        """Count the granted iteration if an optimizer has stepped since."""
+    def _others(self) -> list[str]:
+        """Return the names of parameters with other weights than the trained ones; in an island nobody looks."""
+        return self._replica.others() if self._whole else []
+
+    def _count(self, *, trained: bool = True) -> None:
+        """Count the granted iteration if an optimizer has stepped since; ``trained``: as in :meth:`_act`."""
         self.rounds.stopwatch.spend("")
         self.rounds.drop_torn()
         if self.step.state is StepState.STEPPED:
@@ -225,19 +245,22 @@ class Steps:
             if self._grants.done == LOOK_AFTER:
                 self.schedulers.look(self._loop, LOOK_AFTER)
             if self._whole:
-                self._act()
+                self._act(trained=trained)
         elif self.step.state is StepState.BEGUN and self.rounds.gradients is not None and not self.rounds.pending:
             self.step.advance(Event.SKIP)  # its gradients were exchanged, so the next step needs a round
 
-    def _act(self) -> None:
+    def _act(self, *, trained: bool = True) -> None:
         """Call the algorithm's ``after_step``, if an iteration counts since the last time.
 
+        It changes the weights, so it is left out if those in the model are not ``trained``.
         There the processes of an island may decide together. So in an island it waits for the next call that all of
         them make: a script that fails in one process ends its step too, and the others may never come.
         """
         if self.step.state is StepState.COUNTED:
             self.step.advance(Event.ACT)
-            self.rounds.after_step()
+            if trained:
+                self.rounds.after_step()
+                self._replica.note_trained()
 
     @property
     def _loop(self) -> Loop:
@@ -269,6 +292,7 @@ class Steps:
             with self._asking():
                 granted = self.rounds.follow()
                 self.step.advance(Event.GRANT if granted else Event.STOP)
+            self._replica.note_trained()
             if granted:
                 self.rounds.ask_ahead()
         return self.step.is_granted
@@ -340,6 +364,7 @@ class Steps:
             self._idle = 0
             if self.step.is_open:
                 self.step.advance(Event.STEP)
+                self._replica.note_trained()
 
 
 def _lacks_gradients(optimizer: torch.optim.Optimizer) -> bool:
