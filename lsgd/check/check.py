@@ -73,7 +73,7 @@ class Check:
     def _straight(self) -> Run:
         self._say(f"{self._script.workers} workers train, for at most {self._script.steps} steps each")
         watched = self._watch("straight", self._script.workers)
-        if watched.at(self._script.steps):
+        if watched.at(self._script.steps) and not watched.ends_by_itself:
             watched.stop()
         return watched.finish()
 
@@ -96,7 +96,7 @@ class Check:
     def _resumed(self) -> Verdict:
         self._say("one worker trains")
         whole = self._watch("alone", 1)
-        if whole.at(self._script.steps):
+        if whole.at(self._script.steps) and not whole.ends_by_itself:
             whole.stop()
         alone = whole.finish()
         self._say("the same, stopped half way")
@@ -106,7 +106,7 @@ class Check:
         half = part.finish()
         self._say("the same, resumed")
         rest = self._watch("resumed", 1, resumes="half")
-        if rest.at_place(self._script.steps):
+        if rest.at_place(self._script.steps) and not rest.ends_by_itself:
             rest.stop()
         resumed = rest.finish()
         return judge_resume(alone, half, resumed, by_name(alone), by_name(half) | by_name(resumed))

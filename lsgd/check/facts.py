@@ -99,7 +99,7 @@ class Taught:
     inputs: list[str]
 
     @property
-    def data(self) -> object:
+    def data(self) -> list[Any]:
         """What it has learned from, to compare: rows where batches have numbers, else digests."""
         if self.batches:
             return [fact["rows"] if fact["rows"] is not None else fact["digest"] for fact in self.batches]

@@ -108,12 +108,19 @@ def _first_apart(expected: Mapping[int, Taught], taught: Sequence[Taught]) -> tu
         rates = [expected[at].step["lrs"] for at in near if at in expected]
         if not _inside(each.step["lrs"], rates):
             return "learning rate", each
-        if each.data != other.data and alike:
+        if alike and not _same_data(each, other, ahead=number == 0):
             return "batches", each
         alike = alike and not by_progress and each.step["noise"] == other.step["noise"]
         if alike and number < SOON and _apart(each.step["weights"], other.step["weights"]):
             return "weights", each
     return None
+
+
+def _same_data(one: Taught, other: Taught, *, ahead: bool) -> bool:
+    """Return whether two steps have learned from the same; ``ahead``: one may have drawn its loader's first batches."""
+    mine, theirs = list(one.data), list(other.data)
+    shorter = min(len(mine), len(theirs))
+    return mine == theirs or (ahead and shorter > 0 and mine[-shorter:] == theirs[-shorter:])
 
 
 def _inside(own: Sequence[float], rates: Sequence[Sequence[float]]) -> bool:

@@ -106,7 +106,7 @@ class Watched:
         facts.mkdir(parents=True)
         self._reader = Reader(facts)
         if not resumes:
-            link_all(script.source, self._own)
+            link_all(script.source, self._own, script.scratch)
         command = [sys.executable, "-m", "lsgd.client", "launch", "--plain", "--workers", str(workers)]
         command += ["--run-dir", str(self._run), "--device", script.device]
         command += ["--plan", str(script.plan.absolute())] if script.plan is not None and not resumes else []
@@ -145,6 +145,12 @@ class Watched:
     def at(self, step: int) -> bool:
         """Wait until all have made so many steps; return whether they have: their own loops may end before."""
         return self.until(lambda lives: _all_have(lives, self._workers, step))
+
+    @property
+    def ends_by_itself(self) -> bool:
+        """Whether all have loops of their own that end here."""
+        lives = self.lives()
+        return bool(lives) and all(0 < life.loop <= self._script.steps for life in lives)
 
     def at_share(self, share: float) -> bool:
         """Wait until all have made a share of what they make here; return whether they have, with some steps left."""
@@ -232,19 +238,21 @@ def where_they_are(lives: Sequence[Life]) -> str:
     return "; ".join(words)
 
 
-def link_all(source: Path, folder: Path, most: int = MOST_LINKS) -> None:
+def link_all(source: Path, folder: Path, scratch: Path, most: int = MOST_LINKS) -> None:
     """Make a folder with links to all files of another, so that relative paths lead there, and new files come here.
 
-    A folder in it that has too many files, or is hidden, is a link itself.
+    A folder in it that has too many files, or is hidden, is a link itself. The scratch folder may be in it, too.
     """
     folder.mkdir(parents=True)
-    for path in source.absolute().iterdir():
-        if path.is_symlink() or not path.is_dir():
+    for path in [*source.absolute().iterdir()]:
+        if path == scratch.absolute() or path.name == "runs":
+            continue
+        if path.is_symlink() or not path.is_dir() or not os.access(path, os.R_OK | os.X_OK):
             (folder / path.name).symlink_to(path)
         elif path.name.startswith(".") or _has_more(path, most):
             (folder / path.name).symlink_to(path)
-        elif path.name != "runs":
-            link_all(path, folder / path.name, most)
+        else:
+            link_all(path, folder / path.name, scratch, most)
 
 
 def _has_more(folder: Path, most: int) -> bool:

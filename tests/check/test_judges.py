@@ -8,6 +8,7 @@ from lsgd.check.data import judge_data
 from lsgd.check.endings import judge_calls, judge_ends, judge_model
 from lsgd.check.rates import judge_rates
 from lsgd.check.returns import judge_resume, judge_return
+from lsgd.check.runs import link_all
 from lsgd.check.verdicts import Status, Verdict
 from lsgd.plan.estimate import link_of
 
@@ -302,6 +303,13 @@ def test_other_batches_after_a_resume() -> None:
     says(resume(alone, half, back().draws([0], [1])), 20, "its batches differ from step 4 on")
 
 
+def test_a_loader_may_be_a_batch_ahead() -> None:
+    alone, half, story = Story().draws([0], [1], [2], [3], [4], [5]), Story().draws([0], [1], [2], [3]), back()
+    key = {"loader": 0, "number": 0}
+    story.tell("batch", rows=[3], samples=["3"], digest="3", where=at(20), **key).draws([4], [5])
+    assert is_right(resume(alone, half, story))
+
+
 def test_a_script_that_is_not_the_same_twice_is_not_judged() -> None:
     verdict = resume(Story().steps(8), Story().steps(4, lrs=[0.2]), back().steps(4))
     assert "two runs from its beginning differ in their learning rate" in verdict.unjudged
@@ -391,3 +399,13 @@ def test_costs_are_said_with_what_machines_are_worth() -> None:
     assert is_right(verdict) and "17 % of the time in rounds" in verdict.notes[1]
     assert [note.split()[0] for note in verdict.notes[3:]] == ["2", "3", "4"]
     assert "--link" in judge_cost(WELL, None).notes[-1]
+
+
+def test_the_scratch_folder_may_be_in_the_folder_of_the_script(tmp_path) -> None:
+    scratch = tmp_path / "scratch"
+    for path in (tmp_path / "data" / "rows.txt", scratch / "straight" / "log", tmp_path / "runs" / "old"):
+        path.parent.mkdir(parents=True)
+        path.write_text("text")
+    link_all(tmp_path, scratch / "folder", scratch)
+    assert [path.name for path in (scratch / "folder").iterdir()] == ["data"]
+    assert (scratch / "folder" / "data" / "rows.txt").is_symlink()

@@ -7,7 +7,6 @@ import pytest
 
 from lsgd.check.verdicts import Status, Verdict
 
-from ..speed import scaled
 from .scripts import ALL, RIGHT, WRONG, check, point_of, wrong_lines
 
 AT_ONCE = 4
@@ -39,7 +38,7 @@ def test_there_are_enough_of_them() -> None:
 
 
 @pytest.mark.first
-@pytest.mark.timeout(scaled(60.0))
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", FIRST)
 def test_some_of_the_wrong_ones(name, tmp_path) -> None:
     (script,) = (each for each in WRONG if each.stem == name)
@@ -47,14 +46,14 @@ def test_some_of_the_wrong_ones(name, tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(scaled(400.0))
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("script", WRONG, ids=lambda path: path.stem)
 def test_a_wrong_script_is_named_with_its_line(script, verdicts) -> None:
     names_the_mistake(script, verdicts[script].result()[point_of(script)])
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(scaled(400.0))
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("script", RIGHT, ids=lambda path: path.stem)
 def test_a_right_script_is_right_in_all_points(script, verdicts) -> None:
     said = verdicts[script].result()

@@ -42,7 +42,7 @@ def test_two_loops_train_one_model(cluster, algorithm) -> None:
     assert len(first) >= 48 and sorted(first[:48] + second[:48]) == list(range(96))
     for w in workers:
         assert w["rates"][0] > 0.049 and w["rates"][-1] < 0.002, "the scheduler goes through all of itself"
-        assert len(w["losses"]) == 2 * w["iterations"] and w["losses"][-1] < 0.1 * w["losses"][0]
+        assert len(w["losses"]) == 2 * w["iterations"] and sum(w["losses"][-8:]) < 0.2 * sum(w["losses"][:8])
 
 
 def test_a_loop_that_ends_before_the_run_leaves_with_a_consensus(cluster) -> None:

@@ -112,7 +112,7 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
 @pytest.mark.first
 def test_islands_train_and_are_equal_after_each_exchange(islands) -> None:
     islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "72")
-    one, other = islands.train("--dim", "1", "--mean")
+    one, other = islands.train("--dim", "1", "--mean", "--common")
     for result in (one, other):
         assert sum(result["losses"][-10:]) < sum(result["losses"][:10]) / 2
     assert one["state"] == other["state"] and one["leader"] == other["leader"]
@@ -187,7 +187,7 @@ def test_a_number_that_is_none_in_one_shard_counts_for_the_island(islands) -> No
 
 def test_a_shard_whose_exchange_is_cut_fails_the_round_of_all(islands) -> None:
     islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "80")
-    one, other = islands.train("--do", "cut", "--at", "15")
+    one, other = islands.train("--common", "--do", "cut", "--at", "15")
     assert one["state"] == other["state"]
     assert equal_after_each_round(islands.folder) > 5
     assert "failed in another process of this worker" in islands.processes[-2].output
@@ -241,9 +241,9 @@ def test_a_newcomer_takes_the_model_while_the_other_islands_train(islands) -> No
     """One of its processes has its part some rounds before the other."""
     islands.begin("--algorithm", "local", "--period", "4")
     for index in (0, 1):
-        islands.island(index, "--slow-link")
+        islands.island(index, "--slow-link", "--common")
     until(lambda: islands.status()["rounds_global"] > 2, "two islands train")
-    late = islands.island(2, "--slow-link")
+    late = islands.island(2, "--slow-link", "--common")
     path = islands.folder / "node0-worker2.1.rounds"
     until(lambda: path.exists() and path.read_text().count("\n") > 3, "the third trains")
     command(islands, "stop")
@@ -303,7 +303,7 @@ def test_launch_starts_an_island_whole_again_when_a_process_dies_in_a_round(tmp_
         [
             *(sys.executable, "-m", "lsgd.client", "launch", "--device", "cpu", "--run-dir", str(run)),
             *("--workers", "2", "--processes-per-worker", "2", "--", sys.executable, str(SCRIPTS / "island.py")),
-            *("--do", "kill", "--at", "15", "--once", str(tmp_path / "done"), "--rest", "1"),
+            *("--common", "--do", "kill", "--at", "15", "--once", str(tmp_path / "done"), "--rest", "1"),
         ],
         env={
             **os.environ,

@@ -136,6 +136,13 @@ def test_a_second_training_is_a_run_of_its_own(cluster) -> None:
     assert result["iterations"] == result["steps"] == 3 and result["stopped"]
 
 
+def test_a_second_training_after_the_end_of_the_run_is_refused_with_a_code_of_its_own(cluster) -> None:
+    cluster.start("--workers", "1")
+    trainer = cluster.worker("trainer", 0, 0, "--max-steps", 3, "--trainings", 2)
+    assert trainer.wait() == 64
+    trainer.says("this script joins again, but the run is over: all workers have made the steps of their own loops")
+
+
 def test_an_exception_in_training_leaves_the_run_which_goes_on(cluster) -> None:
     server, _ = cluster.start("--workers", "2", "--algorithm", "bytegrad", "--iterations", "20")
     failing = cluster.worker("trainer", 0, 0, "--fail-at", 3)

@@ -1,0 +1,55 @@
+"""The command lines of lsgd check and lsgd estimate, and that nothing is left of a check that is interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from lsgd.cli.commands import main
+
+from ..integration.running import LIGHT, holders, until
+from ..speed import scaled
+
+RIGHT = Path(__file__).parents[1] / "check" / "right" / "own_loop.py"
+
+
+def said(*arguments: str) -> str:
+    """Return what a command prints that ends with a wrong command line, or well."""
+    return CliRunner().invoke(main, arguments).output
+
+
+def test_points_that_there_are_not() -> None:
+    assert "--only takes numbers of points, 1 to 9" in said("check", "--only", "1,12", "--", "python", "x.py")
+    assert "--only takes numbers of points, 1 to 9" in said("check", "--only", "data", "--", "python", "x.py")
+
+
+def test_a_command_is_needed() -> None:
+    assert "lsgd check -- python my_script.py" in said("check")
+
+
+def test_an_estimate() -> None:
+    lines = said("estimate", "--parameters", "100M", "--step-ms", "400", "--link", "1gbit").splitlines()
+    assert lines[0].startswith("with 100,000,000 parameters, 400 ms a step and 1000 Mbit/s")
+    assert [line.split()[0] for line in lines[1:]] == ["2", "3", "4"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nothing_is_left_of_a_check_that_is_interrupted(tmp_path, number) -> None:
+    token = f"of-{tmp_path.name}-{number}"
+    command = [sys.executable, "-m", "lsgd.client", "check", "--only", "1", "--", "python", str(RIGHT)]
+    environ = {**os.environ, **LIGHT, "TMPDIR": str(tmp_path), "CHECKED": token}
+    with (tmp_path / "output").open("wb") as output:
+        check = subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=output, stderr=output)
+    facts = tmp_path.glob
+    until(lambda: [*facts("lsgd-check-*/straight/check/facts-straight/*.jsonl")], "workers join")
+    check.send_signal(number)
+    check.wait(scaled(60.0))
+    assert check.returncode not in (0, None)
+    until(lambda: not holders(token), "all that it has started has ended")
+    assert not [*facts("lsgd-check-*")]
