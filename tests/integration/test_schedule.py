@@ -77,28 +77,6 @@ def test_each_iteration_has_the_rate_of_its_place_in_the_run(join, kind: str, lo
     assert rates[::2] == pytest.approx(wanted, rel=1e-6)
 
 
-def test_the_period_grows_as_the_rate_falls(join) -> None:
-    """The worker says to what its rate has fallen; the server makes stretches longer, not during the warm-up."""
-    join(2, "--growth-coefficient", str(2 * RATE), "--lookahead", "0")
-    model, optimizer = parts()
-    periods = []
-    with Worker.join(model, optimizer) as worker:
-        worker.schedule(optimizer, "linear", warmup=0.25)
-        while worker.begin_step():
-            model(torch.ones(4, 6)).square().mean().backward()
-            periods.append(worker.algorithm.period)
-            optimizer.step()
-            worker.end_step()
-    wanted: list[int] = []
-    while len(wanted) < ITERATIONS:
-        last = factor("linear", (len(wanted) - 0.5) / ITERATIONS, 0.25, 0.0) if wanted else 1.0
-        period = max(2, int((2 / last) ** 2)) if len(wanted) > ITERATIONS / 4 + 1 else 2
-        period += period % 2  # a multiple of the local period
-        wanted += [period] * period
-    assert periods == wanted[:ITERATIONS]
-    assert periods[0] == 2 and max(periods) > 16
-
-
 def test_a_resumed_run_goes_on_from_its_base_rate(join, tmp_path: Path, monkeypatch) -> None:
     server, locals_ = join(16, "--lookahead", "0", "--checkpoint-every", "1")
     model, optimizer = parts()
