@@ -234,11 +234,13 @@ def test_a_stream_goes_on_behind_what_was_trained_on_and_not_behind_what_was_rea
     assert again.state_dict() != {"loaders": [None]}
 
 
-def test_a_stream_that_other_processes_read_says_no_position():
+def test_a_stream_that_other_processes_read_has_no_position_and_says_so(caplog):
     data = TrainerData(DataLoader(Shuffled(), 2, num_workers=1), lambda: (0, 2), 0)
     data.consume()
     assert data.state_dict() == {"loaders": [None]}
+    assert not caplog.messages
     data.load_state_dict({"loaders": [None]})
+    assert "its pass begins again. With num_workers=0 it goes on where it was" in caplog.text
 
 
 class NoEnd(Sampler[int]):

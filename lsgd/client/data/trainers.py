@@ -167,9 +167,14 @@ class TrainerData:
         if len(state["loaders"]) != len(self.parts) or not all(fit):
             logger.warning("the training data has other loaders than the checkpoint: they begin at the first epoch")
             return
-        for each, saved in pairs:
+        for loader, (each, saved) in zip(self._loaders, pairs, strict=True):
             if saved is not None:
                 each.load_state_dict(saved)
+            elif loader.num_workers:
+                logger.warning(
+                    "the training data is a stream that the loader's processes read, so its place is in no checkpoint: "
+                    "its pass begins again. With num_workers=0 it goes on where it was"
+                )
 
 
 def bare(loader: Any) -> Any:
