@@ -149,7 +149,10 @@ class LocalServer:
         self.rounds_at: dict[str, float] = {}
         self._refused_at: float | None = None  # since when the global server refuses the keys
         self._farewell = Farewell()
-        self._stop = ""  # why the run is to stop, until the global server has heard it
+        self._stop = ""  # why the run is to stop
+        self._stop_heard: Link | None = (
+            None  # by this server; another one, which the node follows later, has to hear it
+        )
         self._given_up = False  # no server can tell the workers anything any more
         self._dead: dict[bytes, bytes] = {}  # by socket: the Leave of workers whose processes have ended
         self._refusals = Refusals()
@@ -202,7 +205,7 @@ class LocalServer:
             self.upon(Event.END)
 
     def stop_run(self, reason: str) -> None:
-        """Make the run stop: say so to the global server until it has heard it."""
+        """Make the run stop: say so until the global server has heard it, and one that this node follows later, too."""
         self._stop, self._greeted_at = reason, -math.inf
 
     def give_up(self) -> None:
@@ -234,7 +237,8 @@ class LocalServer:
         if now - self._greeted_at >= HELLO_EVERY_S and not self.over and self._farewell.stage is not Stage.LAST_WORD:
             is_ours = not self.allegiance.stranger
             looks = not is_ours or self.allegiance.state is State.CLAIMING
-            stops = [encode(StopRun(self._stop))] if self._stop and is_ours else []
+            due = self._stop and is_ours and self._stop_heard is not self._global
+            stops = [encode(StopRun(self._stop))] if due else []
             self._global.send([encode(replace(self._hello(), looks=looks)), *stops])
             self._greeted_at = now
         if not self.failure and (refused := self._keys_refused(now)):
@@ -504,7 +508,7 @@ class LocalServer:
                 self.elsewhere.add(place, other)
                 self.upon(Event.GIVES_WAY)
             case Status():
-                self._stop = ""
+                self._stop_heard = self._global
             case Refused(reason):
                 self._refuse(reason)
             case RunOver(reason):

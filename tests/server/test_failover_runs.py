@@ -34,6 +34,10 @@ def test_a_server_that_was_started_in_vain_does_not_stay_beside_the_one_that_ser
     search(seed)
 
 
+def test_a_stop_that_only_a_part_that_gives_up_has_heard_stops_the_other_one() -> None:
+    search(50169)
+
+
 @pytest.mark.parametrize("seed", [15, 47, 55, 71, 103])
 def test_a_link_that_is_down_for_less_than_a_standby_waits_moves_no_worker(seed: int) -> None:
     search(seed)
