@@ -41,7 +41,7 @@ def _points(context: click.Context, parameter: click.Parameter, text: str | None
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write what was found as JSON.")
 @click.option(
     "--patience-s",
-    type=click.FloatRange(5),
+    type=options.Number(5),
     default=120.0,
     show_default=True,
     help="How long nothing may move, such as while the script loads its data.",
@@ -99,7 +99,7 @@ def check_command(
 
 @click.command("estimate", short_help="Say what 2, 3 and 4 machines are worth on a link.")
 @click.option("--parameters", default="25M", show_default=True, help="Of the model, those that train: 100M.")
-@click.option("--step-ms", type=click.FloatRange(0.001), default=100.0, show_default=True, help="Time of one step.")
+@click.option("--step-ms", type=options.Number(0.001), default=100.0, show_default=True, help="Time of one step.")
 @click.option("--link", default="100mbit,20ms", show_default=True, help="Of each machine.")
 @click.option("--steps", default="10k", show_default=True, help="Of one machine, in the whole training.")
 def estimate_command(parameters: str, step_ms: float, link: str, steps: str) -> None:

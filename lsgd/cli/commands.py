@@ -378,9 +378,7 @@ def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
 @options.place
 @click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True)
 @click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of your model.")
-@click.option(
-    "--step-ms", type=click.FloatRange(0.001), default=100.0, show_default=True, help="Time of one iteration."
-)
+@click.option("--step-ms", type=options.Number(0.001), default=100.0, show_default=True, help="Time of one iteration.")
 def doctor_command(
     node: int | None, nodes: int | None, address: str | None, port: int, parameters: int, step_ms: float
 ) -> None:

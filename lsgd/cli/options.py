@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,16 @@ from lsgd.protocol.ports import DEFAULT_PORT
 from lsgd.protocol.sockets import keys_for
 from lsgd.run_folder import find_live
 from lsgd.settings import changeable
+
+
+class Number(click.FloatRange):
+    """A finite number in a range; click alone takes ``nan`` for one, and ``inf`` where there is no upper bound."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or say why it is none."""
+        number = super().convert(value, param, ctx)
+        return number if math.isfinite(number) else self.fail(f"{value} is not finite.", param, ctx)
+
 
 SHELLS = {
     "bash": 'eval "$(lsgd completion bash)"          # in ~/.bashrc',

@@ -12,9 +12,10 @@ OFF = 0.2
 
 MACHINES = (2, 3, 4)
 
-_LINK = re.compile(r"([\d.]+)\s*(k|m|g)?bit(?:/s)?(?:\s*,\s*([\d.]+)\s*ms)?", re.IGNORECASE)
+_WRITTEN = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
+_LINK = re.compile(rf"{_WRITTEN}\s*(k|m|g)?bit(?:/s)?(?:\s*,\s*{_WRITTEN}\s*ms)?", re.IGNORECASE)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
-_NUMBER = re.compile(r"([\d.]+)\s*([kmb]?)", re.IGNORECASE)
+_NUMBER = re.compile(rf"{_WRITTEN}\s*([kmb]?)", re.IGNORECASE)
 _TIMES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9}
 
 
@@ -43,9 +44,11 @@ def link_of(text: str) -> Link:
 
 def number_of(text: str) -> int:
     """Return the number that a text such as ``100M`` says; raise a ConfigError if it says none."""
-    if (found := _NUMBER.fullmatch(text.strip())) is None:
-        raise ConfigError(f"{text!r} is no number: write it as 25000000, 100M or 1.5B")
-    return int(float(found[1]) * _TIMES[found[2].lower()])
+    found = _NUMBER.fullmatch(text.strip())
+    number = int(float(found[1]) * _TIMES[found[2].lower()]) if found else 0
+    if number < 1:
+        raise ConfigError(f"{text!r} is no number from 1 on: write it as 25000000, 100M or 1.5B")
+    return number
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,12 @@ def test_a_command_is_needed() -> None:
     assert "lsgd check -- python my_script.py" in said("check")
 
 
+@pytest.mark.parametrize("number", ["nan", "inf", "0"])
+def test_a_step_takes_a_time(number: str) -> None:
+    for command in ("estimate", "doctor"):
+        assert f"Invalid value for '--step-ms': {number}" in said(command, "--step-ms", number)
+
+
 def test_an_estimate() -> None:
     lines = said("estimate", "--parameters", "100M", "--step-ms", "400", "--link", "1gbit").splitlines()
     assert lines[0].startswith("with 100,000,000 parameters, 400 ms a step and 1000 Mbit/s")
