@@ -803,13 +803,17 @@ class Worker:
         """Whether the run has ended, and the model is its consensus."""
         return self._steps.rounds.has_consensus
 
+    def _wrong(self) -> CodedError | None:
+        """Return the error if this worker ends without an iteration, or with a model that is not finite."""
+        return self._steps.idle_error() or self._checkpoints.non_finite_error()
+
     def _end_judged(self, *, reason: str = "") -> CodedError | None:
-        """Leave, and return the error of a run that has ended with a non-finite model, or without this worker's work.
+        """Leave, and return what is :meth:`_wrong` at the run's end.
 
         The processes of an island can look together only before they leave.
         """
         judges = self.stopped and (self._open or self._membership.island.size == 1)
-        broken = (self._steps.idle_error() or self._checkpoints.non_finite_error()) if judges else None
+        broken = self._wrong() if judges else None
         self._end(reason=reason)
         return broken
 
@@ -857,7 +861,7 @@ class Worker:
     def at_exit(self) -> None:
         """Leave the run when the script ends without having done so; :meth:`_end_judged` may set the exit code."""
         judges = self._open and self._membership.island.size == 1
-        broken = (self._steps.idle_error() or self._checkpoints.non_finite_error()) if judges else None
+        broken = self._wrong() if judges else None
         self._end()
         if broken is not None:
             exit_at_once(broken, self.name)

@@ -11,7 +11,7 @@ SAY_EVERY_S = 1.0
 """How often the node says that it leaves, until the global server has heard it."""
 
 
-class Stage(Enum):
+class Parting(Enum):
     """How far a local server has got; each follows the one before it."""
 
     STAYS = "it serves its workers"
@@ -28,23 +28,23 @@ class Farewell:
     """
 
     def __init__(self) -> None:
-        self.stage, self.reason = Stage.STAYS, ""
+        self.stage, self.reason = Parting.STAYS, ""
         self._ends_at = self._said_at = 0.0
         self._heard = False
 
     def __bool__(self) -> bool:
         """Whether it has begun."""
-        return self.stage is not Stage.STAYS
+        return self.stage is not Parting.STAYS
 
     def begin(self, reason: str, now: float) -> None:
-        """Begin, unless it has begun."""
+        """Begin; it has not begun yet."""
         assert not self
-        self.stage, self.reason, self._ends_at = Stage.LEAVES, reason, now + LEAVE_WITHIN_S
+        self.stage, self.reason, self._ends_at = Parting.LEAVES, reason, now + LEAVE_WITHIN_S
 
     def workers_are_gone(self, now: float, *, answers: bool) -> None:
         """Say the last word; ``answers``: whether a global server is there that can hear it."""
-        if self.stage is Stage.LEAVES:
-            self.stage, self._heard, self._said_at = Stage.LAST_WORD, False, 0.0
+        if self.stage is Parting.LEAVES:
+            self.stage, self._heard, self._said_at = Parting.LAST_WORD, False, 0.0
             self._ends_at = min(self._ends_at, now + (LAST_LEAVE_WITHIN_S if answers else LAST_WORDS_S))
 
     def is_asked_for(self) -> None:
@@ -54,11 +54,11 @@ class Farewell:
     def is_heard(self, now: float) -> None:
         """Note that the global server has heard it."""
         self._heard = True
-        if self.stage is Stage.LAST_WORD:
+        if self.stage is Parting.LAST_WORD:
             self._ends_at = min(self._ends_at, now + LAST_WORDS_S)
 
     def says(self, now: float) -> bool:
-        """Return whether to tell the global server now, and expect that it is done."""
+        """Return whether to tell the global server now, and take it that this is done."""
         due = bool(self) and not self._heard and now - self._said_at >= SAY_EVERY_S
         self._said_at = now if due else self._said_at
         return due

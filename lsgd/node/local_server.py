@@ -12,7 +12,7 @@ from lsgd import __version__
 from lsgd.errors import ProtocolError
 from lsgd.node.allegiance import Allegiance, Event, State
 from lsgd.node.elsewhere import LOOK_AFTER_S, Elsewhere, Link, met
-from lsgd.node.farewell import Farewell, Stage
+from lsgd.node.farewell import Farewell, Parting
 from lsgd.protocol.messages import (
     LOOP_ENDED,
     PROTOCOL,
@@ -150,9 +150,7 @@ class LocalServer:
         self._refused_at: float | None = None  # since when the global server refuses the keys
         self._farewell = Farewell()
         self._stop = ""  # why the run is to stop
-        self._stop_heard: Link | None = (
-            None  # by this server; another one, which the node follows later, has to hear it
-        )
+        self._stop_heard: Link | None = None  # by whom; one that the node follows later has to hear it, too
         self._given_up = False  # no server can tell the workers anything any more
         self._dead: dict[bytes, bytes] = {}  # by socket: the Leave of workers whose processes have ended
         self._refusals = Refusals()
@@ -234,7 +232,7 @@ class LocalServer:
             self._look_elsewhere(now)
         for refusal in self._refusals.report(self._listener, now):
             self._complain(refusal)
-        if now - self._greeted_at >= HELLO_EVERY_S and not self.over and self._farewell.stage is not Stage.LAST_WORD:
+        if now - self._greeted_at >= HELLO_EVERY_S and not self.over and self._farewell.stage is not Parting.LAST_WORD:
             is_ours = not self.allegiance.stranger
             looks = not is_ours or self.allegiance.state is State.CLAIMING
             due = self._stop and is_ours and self._stop_heard is not self._global

@@ -90,21 +90,22 @@ def frame(run: RunView, columns: int, rows: int) -> str:
 
 def _progress(run: RunView) -> Table:
     """Return one line: a bar if the length is known, iterations, rate, time left, loss."""
-    has_end = bool(run.now.iterations or run.now.progress)
-    cells = [f"{run.now.progress:.0%}"] * has_end
-    cells.append(f"{run.now.count}/{run.now.iterations}" if run.now.iterations else f"{run.now.count} iterations")
+    now = run.now
+    has_end = bool(now.iterations or now.progress)
+    cells = [f"{now.progress:.0%}"] * has_end
+    cells.append(f"{now.count}/{now.iterations}" if now.iterations else f"{now.count} iterations")
     if run.rate:
         cells.append(f"{run.rate:.3g}/s")
-    if run.now.state == "running" and run.left_s is not None:
+    if now.state == "running" and run.left_s is not None:
         cells.append(f"{duration(round(run.left_s))} left")
-    if run.now.loss is not None:
-        cells.append(f"loss {run.now.loss:.4g}")
+    if now.loss is not None:
+        cells.append(f"loss {now.loss:.4g}")
     line = Table.grid(expand=has_end, padding=(0, 2, 0, 0))
     if has_end:
         line.add_column(ratio=1)
     for _ in cells:
         line.add_column(no_wrap=True)
-    line.add_row(*[ProgressBar(total=1.0, completed=run.now.progress)] * has_end, *cells)
+    line.add_row(*[ProgressBar(total=1.0, completed=now.progress)] * has_end, *cells)
     return line
 
 

@@ -263,7 +263,7 @@ class Coordinator:
         if request.seq < max(member.seq, 1):
             return
         if request.seq == member.seq and not self._takes_back(member, request.dropped):
-            # What exceeds the grants before that answer are offline iterations.
+            # A server that was started again may not know all that it has done. The answer's own grant stays.
             keep = member.answer.iterations if isinstance(member.answer, Go) else 0
             state.ledger.use(member, request.done, keep)
             answers.repeat(state, member)

@@ -14,7 +14,7 @@ from lsgd.server.changes import Changes
 from lsgd.server.reasons import NO_REASON, Reason, Why
 from lsgd.server.roster import Member
 
-MAX_PLACES, MAX_DEALS, MAX_PASSES = 64, 16, 8
+MAX_SITES, MAX_DEALS, MAX_PASSES = 64, 16, 8
 """How many places of the script are remembered, how many deals of each, and how many passes of each deal."""
 
 REMEDIES = {
@@ -80,7 +80,7 @@ class Deal:
 
 
 @dataclass(eq=False)
-class Place:
+class Site:
     """The data that members divide at one place of the script.
 
     Attributes:
@@ -126,29 +126,29 @@ class DataBook:
 
     Attributes:
         firsts: first steps by the digest of what was learned, or of what was drawn.
-        places: data that is divided, by the place in the script.
+        sites: data that is divided, by the place in the script.
     """
 
     firsts: dict[str, FirstStep] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
+    sites: dict[str, Site] = field(default_factory=dict)
     changes: Changes = field(default_factory=Changes)
 
     def to_json(self) -> dict[str, Any]:
         """Return what :meth:`from_json` takes."""
-        places = {
-            where: [[[deal.facts, [*deal.orders.items()]] for deal in place.deals], place.reached]
-            for where, place in self.places.items()
+        sites = {
+            where: [[[deal.facts, [*deal.orders.items()]] for deal in site.deals], site.reached]
+            for where, site in self.sites.items()
         }
-        return {"firsts": {digest: [*first] for digest, first in self.firsts.items()}, "places": places}
+        return {"firsts": {digest: [*first] for digest, first in self.firsts.items()}, "sites": sites}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Mapping[str, Sequence[Any]]]) -> DataBook:
         """Return the book that :meth:`to_json` described."""
-        places = {
-            where: Place([Deal(dict(facts), dict(orders)) for facts, orders in deals], dict(reached))
-            for where, (deals, reached) in saved["places"].items()
+        sites = {
+            where: Site([Deal(dict(facts), dict(orders)) for facts, orders in deals], dict(reached))
+            for where, (deals, reached) in saved["sites"].items()
         }
-        return cls({digest: FirstStep(*first) for digest, first in saved["firsts"].items()}, places)
+        return cls({digest: FirstStep(*first) for digest, first in saved["firsts"].items()}, sites)
 
     def learned(self, member: Member, said: Data) -> Reason:
         """Note what a member has learned, or drawn, in its first steps; return what is wrong with it, or nothing.
@@ -168,9 +168,9 @@ class DataBook:
     def dealt(self, member: Member, said: Dealt) -> Reason:
         """Note how a member deals data; return what is wrong with it, or nothing."""
         self.changes.count += 1
-        if len(self.places) == MAX_PLACES and said.where not in self.places:
-            del self.places[next(iter(self.places))]
-        found = self.places.setdefault(said.where, Place()).take(member.worker, said)
+        if len(self.sites) == MAX_SITES and said.where not in self.sites:
+            del self.sites[next(iter(self.sites))]
+        found = self.sites.setdefault(said.where, Site()).take(member.worker, said)
         if found is None:
             return NO_REASON
         other, differing = found
@@ -183,9 +183,9 @@ class DataBook:
     def forget(self, worker: str) -> None:
         """Forget a member that has left, and what it alone has said."""
         self.firsts = {digest: first for digest, first in self.firsts.items() if first.worker != worker}
-        for place in self.places.values():
-            place.reached.pop(worker, None)
-        self.places = {where: place for where, place in self.places.items() if place.reached}
+        for site in self.sites.values():
+            site.reached.pop(worker, None)
+        self.sites = {where: site for where, site in self.sites.items() if site.reached}
 
 
 def _words(name: str, own: str, other: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from lsgd.protocol.messages import Dealt, Refused
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.data import MAX_DEALS, MAX_PASSES, MAX_PLACES
+from lsgd.server.data import MAX_DEALS, MAX_PASSES, MAX_SITES
 from lsgd.server.journal import capture, restore
 
 from .helpers import Bench, check_invariants, started
@@ -95,11 +95,11 @@ def test_the_orders_of_passes_are_compared_too() -> None:
 
 def test_places_are_compared_by_themselves_and_not_without_end() -> None:
     bench = learned("00", "01")
-    for line in range(MAX_PLACES + 1):
+    for line in range(MAX_SITES + 1):
         assert not deal(bench, "00", where=f"train.py:{line}", length=str(line))
-    assert len(bench.state.data.places) == MAX_PLACES
+    assert len(bench.state.data.sites) == MAX_SITES
     assert not deal(bench, "01", where="train.py:0"), "it is forgotten"
-    assert deal(bench, "01", where=f"train.py:{MAX_PLACES}")
+    assert deal(bench, "01", where=f"train.py:{MAX_SITES}")
 
 
 def test_what_only_those_have_said_that_left_binds_nobody() -> None:
