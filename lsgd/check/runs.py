@@ -1,7 +1,6 @@
 """Starts the script as lsgd launch does, watches what its workers note, and ends it."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -265,8 +264,3 @@ def tail(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LOG_NBYTES))
         return file.read().decode(errors="replace")
-
-
-def remove(folder: Path) -> None:
-    """Remove the scratch folder."""
-    shutil.rmtree(folder, ignore_errors=True)
