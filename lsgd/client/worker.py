@@ -655,7 +655,7 @@ class Worker:
         if self._membership.island.size == 1:
             self._steps.pause()
         elif self.is_head:
-            self._steps.rounds.grants.step_aside(self._steps.rounds.committed)
+            self._steps.rounds.grants.pause(self._steps.rounds.committed, alone=True)
 
     @observed
     def mean(self, numbers: Mapping[str, Tensor | float]) -> dict[str, float]:
@@ -784,10 +784,10 @@ class Worker:
 
         It raises as :meth:`batches` does. If the consensus is not finite, the process ends with exit code 65.
         """
-        self._steps.rounds.grants.wait_s, reason = timeout_s, ""
+        reason = ""
         if not self._steps.step.is_over:
             try:
-                self._steps.finish(waits=True)
+                self._steps.finish(timeout_s)
             except NoConsensusError:
                 raise
             except ExchangeError as error:
