@@ -30,6 +30,7 @@ class Check:
     def __init__(self, script: Script, say: Callable[[str], object], link: Link | None = None) -> None:
         self._script, self._say, self._link = script, say, link
         self._watched: list[Watched] = []
+        self._alone: Run | None = None  # one worker's run, if it was made
 
     def end(self) -> None:
         """End everything that was started."""
@@ -55,13 +56,15 @@ class Check:
         for point, judge in ((7, self._killed), (6, self._resumed)):
             if point in wanted:
                 verdicts[point] = judge() if runs else Verdict(point, unjudged="it does not run at all")
+        if 9 in wanted:
+            verdicts[9] = judge_cost(straight, self._link, self._alone)
         return [verdicts[point] for point in sorted(wanted)]
 
     def _of_straight(self, run: Run) -> Mapping[int, Verdict]:
         if not run.lives:
-            return {point: Verdict(point, unjudged="no worker has joined") for point in (2, 3, 4, 5, 8, 9)}
+            return {point: Verdict(point, unjudged="no worker has joined") for point in (2, 3, 4, 5, 8)}
         found = {2: judge_data(run), 3: judge_rates(run), 4: judge_changes(run), 5: judge_calls(run)}
-        return found | {8: judge_model(run, saved_in(run)), 9: judge_cost(run, self._link)}
+        return found | {8: judge_model(run, saved_in(run))}
 
     # -- the runs ----------------------------------------------------------------------------------------------
 
@@ -98,7 +101,7 @@ class Check:
         whole = self._watch("alone", 1)
         if whole.at(self._script.steps) and not whole.ends_by_itself:
             whole.stop()
-        alone = whole.finish()
+        self._alone = alone = whole.finish()
         self._say("the same, stopped half way")
         part = self._watch("half", 1)
         if part.at_share(0.5):
