@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +11,7 @@ import torch
 from lsgd.algorithms import Algorithm
 from lsgd.algorithms.base import Commit
 from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot, clear
+from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot
 from lsgd.client.control.channel import Totals
 from lsgd.client.control.closing import on_error
 from lsgd.client.control.joining import Membership
@@ -243,7 +243,8 @@ class Rounds:
         followed = self.entry.meet()
         if order.averaged:  # by the phase that ends: the one that begins may copy a model
             self._look(active)
-            self._agree(replica.average(group, order, finite=not active.model_is_broken))
+            with replica.copies.following():
+                self._agree(replica.average(group, order, finite=not active.model_is_broken))
             self._clear_if_broken(active)
         anew = self.entry.begin(group, order, fresh=fresh, followed=followed)
         if group.rank in order.new and group.rank != order.source:
@@ -271,7 +272,7 @@ class Rounds:
     def _clear_if_broken(self, active: ActiveRound) -> None:
         """Drop the optimizers' states if they would break the model again."""
         if active.model_is_broken:
-            clear(self._replica.optimizers)
+            self._replica.clear()
 
     def _land_before_leaving(self) -> None:
         """Land what the members of the last generation have exchanged, unless it has failed."""
@@ -391,10 +392,12 @@ class Rounds:
         """Call the algorithm's ``after_step``, and land the transfer that may have arrived."""
         flat, algorithm = self._replica.flat, self._replica.algorithm
         with self.stopwatch.spending("exchange"):
-            if algorithm.acts_after_step:
+            if acts := algorithm.acts_after_step:
                 flat.find()
             try:
-                self._land(algorithm.after_step(flat.buffers))
+                with self._replica.copies.following() if acts else nullcontext():
+                    commit = algorithm.after_step(flat.buffers)
+                self._land(commit)
             except ExchangeError as error:  # it stays pending, so the next round fails too, and says why
                 self._agree(error)
 
@@ -412,9 +415,13 @@ class Rounds:
 
         If it has replaced a model that was not finite, the optimizers' states and the gradients would break it again.
         """
-        self._agree(commit or Commit())
-        if commit is not None and self._replica.algorithm.replaced:
-            clear(self._replica.optimizers)
+        if commit is None:
+            self._agree(Commit())
+            return
+        with self._replica.copies.following():
+            self._agree(commit)
+        if self._replica.algorithm.replaced:
+            self._replica.clear()
             self._replica.drop_gradients()
 
     def _agree(self, outcome: Commit | ExchangeError) -> list[float]:
