@@ -46,6 +46,7 @@ from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.reports import Timings, numbers_of
 from lsgd.client.iteration.step import Event
 from lsgd.client.iteration.steps import Steps
+from lsgd.client.room import lack_of_room
 from lsgd.errors import (
     ConfigError,
     ExchangeError,
@@ -170,8 +171,10 @@ class Worker:
                 folder = None if checkpoint_dir is None else Path(checkpoint_dir)
                 checkpoints = Checkpoints(model, optimizers, extra or {}, folder, identity.resume, island)
                 checkpoints.restarted = identity.restarted
-                muon = is_muon(optimizers)
-                membership = join_run(model, found, timeout_s, checkpoints.load, island, step, muon=muon)
+                muon, lack, load = is_muon(optimizers), lack_of_room(model), checkpoints.load
+                membership = join_run(model, found, timeout_s, load, island, step, bears_delay=muon and not lack)
+                if muon and lack and membership.plan.algorithm.delay_is_auto:
+                    logger.warning("%s", lack)
                 checkpoints.start(membership.welcome.run)
                 flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
                 if membership.plan.run.own_noise:

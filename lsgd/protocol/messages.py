@@ -93,7 +93,7 @@ class Join:
         resumed: iterations of the run at the checkpoint that it resumes from; 0: it has none.
         resumed_run: run that wrote this checkpoint; empty if it has none.
         step: place in its script's own loop, where that has resumed by itself.
-        muon: whether its optimizer is Muon.
+        bears_delay: whether it trains with Muon, and has memory for a delay.
     """
 
     protocol: int
@@ -109,7 +109,7 @@ class Join:
     resumed: int = 0
     resumed_run: str = ""
     step: int = 0
-    muon: bool = False
+    bears_delay: bool = False
 
     @property
     def origin(self) -> Origin:

@@ -205,8 +205,8 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
     progress = state.progress(state.now) if state.has_end else None
     steps = state.steps(len(members))
     now = state.now
-    # With Muon a delay costs little. A newcomer that downloads can follow rounds without one only.
-    bears_delay = all(m.join.muon and m.synced for m in members)
+    # A newcomer that downloads can follow rounds without one only.
+    bears_delay = all(m.join.bears_delay and m.synced for m in members)
     stretch = state.course.following(now, count, given, len(members), steps, progress, bears_delay=bears_delay)
     schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
