@@ -204,7 +204,6 @@ def test_who_was_cut_off_before_it_heard_that_it_is_welcome_joins_again() -> Non
     assert isinstance(refused, Refused) and refused.reason.code == "came_back"  # it has asked, and may have trained
 
 
-
 def test_waiting_for_others_ends_in_time() -> None:
     bench = Bench("00", workers=2, join_timeout_s=30)
     bench.tick(29)
