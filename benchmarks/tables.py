@@ -6,6 +6,7 @@ A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, w
 - ``fastest baselines``: Leader SGD in 8 bits beside the fastest baseline of each place,
 - ``convergence TASK``: steps to a target (benchmarks/convergence),
 - ``endtoend``, ``endtoend-TASK [LOSS]``: seconds to the task's target, or to a loss (benchmarks/endtoend),
+- ``endtoend-worth``: what two machines were worth, beside what ``lsgd estimate`` says (benchmarks/endtoend/worth.py),
 - ``memory``: bytes per parameter (benchmarks/memory),
 - ``gpu about``, ``gpu PART``: where scripts/gpu.sh ran, and what it found (benchmarks/gpu),
 - ``support``: what is supported, by that,
@@ -20,6 +21,7 @@ from typing import Any
 
 from benchmarks.convergence.tables import task_table
 from benchmarks.endtoend.tables import table_of
+from benchmarks.endtoend.worth import worth_table
 from benchmarks.gpu import tables as gpu
 from benchmarks.memory.measure import memory_table
 from benchmarks.network.tables import fastest_baselines, place_table
@@ -50,6 +52,8 @@ def _table(what: str, page: Path) -> str:
             found = fastest_baselines(_results("network"))
         case ["convergence", task]:
             found = task_table(_results("convergence"), task)
+        case ["endtoend-worth"]:
+            found = worth_table([_found(path.stem) for path in sorted(RESULTS.glob("endtoend-*.json"))])
         case [benchmark, *target] if benchmark.startswith("endtoend"):
             found = table_of(_results(benchmark), *map(float, target))
         case ["memory"]:

@@ -22,6 +22,7 @@ PACKAGES = {
     "integration/test_dashboard_page.py": ("tornado", "plotly", "playwright"),
     "integration/test_lightning.py": ("lightning",),
     "integration/test_ray.py": ("ray",),
+    "integration/test_schedule_free.py": ("schedulefree",),
     "integration/test_transformers.py": ("transformers",),
     "node/test_logging.py": ("tensorboardX",),
     "store/test_hub.py": ("huggingface_hub",),

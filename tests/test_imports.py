@@ -31,7 +31,7 @@ LAYERS = (
     "server",
     "watch",
     "node",
-    "client/control client/data",
+    "client/control client/data client/room",
     "client/groups",
     "client/checkpoint",
     "client/iteration",

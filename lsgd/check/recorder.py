@@ -4,6 +4,7 @@ It is loaded in the worker's process, at its join. :mod:`lsgd.check.facts` lists
 """
 
 import atexit
+import functools
 import gc
 import hashlib
 import json
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lsgd.algorithms.base import is_muon
 from lsgd.check.lines import Tracer, here, path_of
 from lsgd.check.taps import tap_files, tap_loaders, tap_seeds
 from lsgd.check.weights import Weights, tensor_digests
@@ -42,6 +44,20 @@ WAITS = ("mean", "barrier", "finish", "leave")
 """Calls that wait for other workers."""
 
 
+def _timed(hook: Callable[..., None]) -> Callable[..., None]:
+    """Count how long the recorder itself takes in a step."""
+
+    @functools.wraps(hook)
+    def call(self: "Recorder", *args: Any) -> None:
+        since = time.perf_counter()
+        try:
+            hook(self, *args)
+        finally:
+            self.watching_s += time.perf_counter() - since
+
+    return call
+
+
 def begin(folder: str) -> "Recorder":
     """Return this process's recorder."""
     return Recorder(Path(folder))
@@ -57,6 +73,7 @@ class Recorder(Observer):
         self._worker: Any = None
         self._call = ""  # of the script, under way
         self._depth = 0  # parts of rounds under way
+        self.watching_s = 0.0  # in what comes in each step, as a part of its time
         self._stepping: Any = None  # the joined optimizer whose step is under way
         self._by: dict[str, int] = {}  # lines that have changed the weights since they were kept, and in how many steps
         self._carried_out: dict[str, tuple[int, int]] = {}  # the last step in which a line was, and in how many
@@ -94,6 +111,7 @@ class Recorder(Observer):
             **{"step": worker.step, "iterations": worker.iterations, "workers": worker.world_size},
             **{"has_end": run.has_end, "algorithm": worker.algorithm.name},
             **{"parameters": sum(p.numel() for p in trained), "nbytes": sum(p.nbytes for p in trained)},
+            **{"muon": is_muon(optimizers)},
             **{"restarted": bool(os.environ.get("LSGD_RESTARTED")), "door": "trainer" if _in_integration() else "loop"},
         )
         register_optimizer_step_pre_hook(self._before_step)
@@ -153,6 +171,7 @@ class Recorder(Observer):
 
     # -- what torch tells --------------------------------------------------------------------------------------
 
+    @_timed
     def _before_step(self, optimizer: Any, *_: object) -> None:
         if self._stepping is not None:
             return
@@ -176,6 +195,7 @@ class Recorder(Observer):
             **{"noise": _noise(), "where": here()},
         )
 
+    @_timed
     def _after_step(self, optimizer: Any, *_: object) -> None:
         if optimizer is not self._stepping:
             return
@@ -185,6 +205,7 @@ class Recorder(Observer):
         if self._steps == LOOK_AT:
             self._note_schedulers()
 
+    @_timed
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if model.training and torch.is_grad_enabled():
             self.note("input", digest=digest((args, kwargs)), where=here())
@@ -255,7 +276,7 @@ class Recorder(Observer):
             kind,
             **{"consensus": self._worker.has_consensus, "step": self._place()},
             **{"steps": self._worker.steps, "tensors": tensor_digests(state), "buffers": sorted(buffers)},
-            **{"timings": times, "peak_nbytes": peak, "where": here()},
+            **{"timings": times, "watching_s": self.watching_s, "peak_nbytes": peak, "where": here()},
         )
 
     def _at_exit(self) -> None:
@@ -298,8 +319,9 @@ class _Warnings(logging.Handler):
 
 def _noise() -> list[str]:
     """Return digests of the states of torch's, NumPy's and Python's generators."""
-    of_torch, *others = states()
-    texts = [of_torch.numpy().tobytes(), *(repr(each).encode() for each in others)]
+    of_torch, (_, words, *rest), of_python = states()
+    of_numpy = words.tobytes() + repr(rest).encode()  # the text of so large an array takes longer than a small step
+    texts = [of_torch.numpy().tobytes(), of_numpy, repr(of_python).encode()]
     return [hashlib.blake2b(text, digest_size=8).hexdigest() for text in texts]
 
 

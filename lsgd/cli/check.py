@@ -102,6 +102,8 @@ def check_command(
 @click.option("--step-ms", type=options.Number(0.001), default=100.0, show_default=True, help="Time of one step.")
 @click.option("--link", default="100mbit,20ms", show_default=True, help="Of each machine.")
 @click.option("--steps", default="10k", show_default=True, help="Of one machine, in the whole training.")
-def estimate_command(parameters: str, step_ms: float, link: str, steps: str) -> None:
+@click.option("--muon", is_flag=True, help="The optimizer is Muon, with which rounds hide behind steps.")
+def estimate_command(parameters: str, step_ms: float, link: str, steps: str, muon: bool) -> None:
     """Say how many times as fast 2, 3 and 4 machines reach the loss of one, as a range."""
-    click.echo("\n".join(lines(number_of(parameters), step_ms / 1e3, link_of(link), number_of(steps))))
+    found = lines(number_of(parameters), step_ms / 1e3, link_of(link), number_of(steps), muon=muon)
+    click.echo("\n".join(found))

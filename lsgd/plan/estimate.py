@@ -12,6 +12,9 @@ OFF = 0.2
 
 MACHINES = (2, 3, 4)
 
+CODEC = "levels2"
+"""Of what is exchanged: the default."""
+
 _WRITTEN = r"([0-9]+\.?[0-9]*|\.[0-9]+)"
 _LINK = re.compile(rf"{_WRITTEN}\s*(k|m|g)?bit(?:/s)?(?:\s*,\s*{_WRITTEN}\s*ms)?", re.IGNORECASE)
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
@@ -58,11 +61,15 @@ class Worth:
     Args:
         machines: how many.
         period: with which this is, in iterations.
+        delay: with which this is, in iterations.
+        slower: how many times as long a step takes with its share of a round.
         times: as fast as one machine, to the same loss.
     """
 
     machines: int
     period: int
+    delay: int
+    slower: float
     times: float
 
     @property
@@ -76,36 +83,38 @@ class Worth:
         return self.times * (1 + OFF)
 
 
-def worth_of(parameters: int, step_s: float, link: Link, steps: float, codec: str = "levels2") -> list[Worth]:
-    """Return what 2, 3 and 4 machines are worth, each with the period of the least cost.
+def worth_of(parameters: int, step_s: float, link: Link, steps: float, *, muon: bool = False) -> list[Worth]:
+    """Return what 2, 3 and 4 machines are worth, each with the period of the least cost, which ``auto`` takes.
 
     Args:
         parameters: of the model, those that train.
         step_s: time of an iteration, in seconds.
         link: of each machine.
         steps: of one machine, in the whole run.
-        codec: of what is exchanged.
+        muon: whether the optimizer is Muon, with which a round may be hidden behind steps (``delay = "auto"``).
     """
     found = []
     for machines in MACHINES:
-        nbytes = codec_of(codec).element_nbytes * parameters * 2 * (machines - 1) / machines
+        nbytes = codec_of(CODEC).element_nbytes * parameters * 2 * (machines - 1) / machines
         transfer_s, waiting_s = 8 * nbytes / link.bits_per_s, 4 * link.latency_s
         exchange = Exchange(waiting_s / step_s, transfer_s / step_s)
         own = steps / machines
-        period, _ = best_schedule(exchange, machines, own)
-        gained = 1 + GAIN * (machines - 1)
-        found.append(Worth(machines, period, gained / period_cost(period, exchange, machines, own)))
+        period, delay = best_schedule(exchange, machines, own, delay=None if muon else 0)
+        cost = period_cost(period, exchange, machines, own, delay=delay)
+        slower = 1 + exchange.cost(delay) / period
+        found.append(Worth(machines, period, delay, slower, (1 + GAIN * (machines - 1)) / cost))
     return found
 
 
-def lines(parameters: int, step_s: float, link: Link, steps: float) -> list[str]:
-    """Return lines that say what machines are worth."""
+def lines(parameters: int, step_s: float, link: Link, steps: float, *, muon: bool = False) -> list[str]:
+    """Return lines that say what machines are worth; the arguments are those of :func:`worth_of`."""
     head = f"with {parameters:,} parameters, {1e3 * step_s:.3g} ms a step and {link}, to the loss of one machine's "
-    head += f"{steps:,.0f} steps:"
+    head += f"{steps:,.0f} steps{' with Muon' if muon else ''}:"
     rows = [
         f"  {each.machines} machines are {max(each.least, 0):.2g} to {each.most:.2g} times as fast as one, "
         f"with a period of {each.period}"
+        + (f" and a delay of {each.delay}" if each.delay else "")
         + ("" if each.times > 1 else ": not worth it, take larger steps or a faster link")
-        for each in worth_of(parameters, step_s, link, steps)
+        for each in worth_of(parameters, step_s, link, steps, muon=muon)
     ]
     return [head, *rows]

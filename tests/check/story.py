@@ -19,7 +19,15 @@ class Story:
     def __init__(self, worker: int = 0, **joined: Any) -> None:
         self.facts: list[Fact] = []
         self._clock, self._steps = count(), 0
-        about = {"step": 0, "iterations": 0, "workers": 2, "has_end": False, "parameters": 10, "nbytes": 40}
+        about = {
+            "step": 0,
+            "iterations": 0,
+            "workers": 2,
+            "has_end": False,
+            "parameters": 10,
+            "muon": False,
+            "nbytes": 40,
+        }
         about |= {"restarted": False, "door": "loop", "pid": 1, "first": worker == 0}
         self.tell("join", worker=f"node0/worker{worker}", where=at(9), **{**about, **joined})
         self.place = int(joined.get("step", 0))
@@ -59,7 +67,14 @@ class Story:
     def ends(self, consensus: bool = True, tensors: str = "w", **values: Any) -> "Story":
         """Tell of the end."""
         times = {"steps": 8, "compute_s": 4.0, "waiting_s": 1.0, "exchange_s": 1.0, "sent_nbytes": 80}
-        about = {"tensors": {"weight": tensors}, "buffers": [], "timings": times, "peak_nbytes": 1e6, "where": ""}
+        about = {
+            "tensors": {"weight": tensors},
+            "buffers": [],
+            "timings": times,
+            "watching_s": 0.0,
+            "peak_nbytes": 1e6,
+            "where": "",
+        }
         end = {"consensus": consensus, "step": self.place, "steps": 8, **about, **values}
         return self.tell("exit", over=consensus, **end)
 

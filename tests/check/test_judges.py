@@ -397,7 +397,9 @@ def test_a_checkpoint_within_the_training_is_no_final_file() -> None:
 def test_costs_are_said_with_what_machines_are_worth() -> None:
     verdict = judge_cost(WELL, link_of("100mbit,20ms"))
     assert is_right(verdict) and "17 % of the time in rounds" in verdict.notes[1]
-    assert [note.split()[0] for note in verdict.notes[3:]] == ["2", "3", "4"]
+    assert [note.split()[0] for note in verdict.notes[3:-1]] == ["2", "3", "4"] and "point 6" in verdict.notes[-1]
+    alone = Story(0).steps(8).ends(watching_s=2.0)
+    assert "250 ms a step" in judge_cost(WELL, link_of("100mbit"), run_of(alone)).notes[2]
     assert "--link" in judge_cost(WELL, None).notes[-1]
 
 

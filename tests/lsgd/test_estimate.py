@@ -1,27 +1,22 @@
 """What machines are worth on a link, beside what was measured."""
 
+import json
+
 import pytest
 
+from benchmarks.endtoend.worth import compared
+from benchmarks.tables import RESULTS
 from lsgd.errors import ConfigError
 from lsgd.plan.estimate import OFF, lines, link_of, number_of, worth_of
 
-MEASURED = {
-    "text, AdamW": (120_000, 0.0155, "10mbit", 2048, 1.04),
-    "text, Muon": (120_000, 0.0155, "10mbit", 2048, 1.38),
-    "text-full": (1_000_000, 0.35, "10mbit,20ms", 1024, 1.4),
-    "gpt": (49_000_000, 3.4, "10mbit,20ms", 192, 1.05),
-    "gpt, 100 Mbit": (49_000_000, 3.4, "100mbit,20ms", 192, 1.56),
-}
-"""Parameters, seconds of a step, link, steps, and how many times as fast two machines were (endtoend.md)."""
 
-
-@pytest.mark.parametrize("name", MEASURED)
-def test_what_was_measured_is_in_the_range(name) -> None:
-    parameters, step_s, link, steps, measured = MEASURED[name]
-    two = worth_of(parameters, step_s, link_of(link), steps)[0]
-    assert two.machines == 2
-    assert two.least - 0.01 <= measured <= two.most + 0.01, two
-    assert two.most == pytest.approx(two.times * (1 + OFF))
+def test_what_was_measured_is_in_the_range() -> None:
+    results = [json.loads(path.read_text()) for path in RESULTS.glob("endtoend-*.json")]
+    found = compared(results)
+    assert len({(each.name, each.link) for each in found}) >= 6
+    for each in found:
+        assert each.predicted.machines == 2 and abs(each.off) <= OFF, each
+        assert each.predicted.most == pytest.approx(each.predicted.times * (1 + OFF))
 
 
 def test_a_slower_link_is_worth_less_and_a_hopeless_one_is_said() -> None:

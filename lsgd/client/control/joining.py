@@ -60,7 +60,7 @@ LEAVE_WITHIN_S = 3.0
 _been_in = Counter[tuple[str, int]]()
 """How many stages of a run this process has been in to their ends, by the worker's place."""
 
-WRAPPERS = ("optimizer", "base_optimizer")
+WRAPPERS = ("optimizer", "base_optimizer", "_base_optimizer")
 """The attributes in which wrappers of optimizers keep the one that steps."""
 
 
@@ -165,18 +165,18 @@ def join_run(
     island: Island,
     step: int = 0,
     *,
-    muon: bool = False,
+    bears_delay: bool = False,
 ) -> Membership:
     """Join the run of a local server; raises as ``Worker.join``.
 
     All processes of an island call this. ``load`` restores the checkpoint of the worker with this name, whose model has
-    this digest and summary, and returns where it is from. ``step``: place in the script's own loop. ``muon``: whether
-    that is the worker's optimizer.
+    this digest and summary, and returns where it is from. ``step``: place in the script's own loop. ``bears_delay``:
+    whether the servers may choose a delay.
     """
     identity, channel = found.identity, found.channel
     interface = _interface(found.global_address)
     introduction = _introduction(model, identity, found.node, interface.address, load)
-    join = replace(introduction, step=int(step), muon=muon, stage=identity.stage)
+    join = replace(introduction, step=int(step), bears_delay=bears_delay, stage=identity.stage)
     try:
         welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island.shards))
     except RunOverError as error:
@@ -273,7 +273,17 @@ def _unwrapped(given: Any) -> torch.optim.Optimizer:
     """Return the innermost optimizer, the one that steps: wrappers keep it in an attribute."""
     inner = given
     while (held := next((x for name in WRAPPERS if (x := getattr(inner, name, None)) is not None), None)) is not None:
+        if type(inner).__name__ == "Lookahead" and held is not getattr(inner, "_base_optimizer", None):
+            raise ConfigError(
+                f"{type(inner).__module__}.Lookahead keeps its slow weights where rounds cannot move them with the "
+                f"model, so it would undo them; use timm.optim.Lookahead"
+            )
         inner = held
+    if type(inner).__name__ == "ScheduleFreeWrapper":
+        raise ConfigError(
+            "ScheduleFreeWrapper swaps the model's weights within a step, where rounds come; use a class of "
+            "schedulefree of its own, such as AdamWScheduleFree or SGDScheduleFree"
+        )
     if not isinstance(inner, torch.optim.Optimizer):
         kind = type(given)
         raise ConfigError(

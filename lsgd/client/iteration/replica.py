@@ -14,13 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Algorithm, Commit, all_finite, begun_with, clones, copy_all, finiteness
+from lsgd.algorithms.base import Algorithm, Commit, all_finite, begun_with, clones, copy_all, finiteness, is_muon
 from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.client.checkpoint.checkpoints import Checkpoints, tensors_in
+from lsgd.client.checkpoint.checkpoints import Checkpoints, clear, tensors_in
 from lsgd.client.control.island import Island
 from lsgd.client.control.joining import Membership
 from lsgd.client.control.replicas import fingerprints
 from lsgd.client.groups.base import WorkerGroup
+from lsgd.client.iteration.copies import WeightCopies
 from lsgd.errors import ExchangeError, LsgdError
 from lsgd.flat import FlatParameters, written, written_buffers
 from lsgd.plan.plan import algorithm_of
@@ -58,6 +59,7 @@ class Replica:
 
     Attributes:
         algorithm: the current phase's.
+        copies: the optimizers' copies of the weights.
         consensus_distance: models' mean distance from their average just before the consensus; None until then.
         leader_model: leader's flat parameters, then buffers, just before the consensus; empty until then, and if
             the plan elects none.
@@ -77,11 +79,11 @@ class Replica:
         self.flat = flat
         self.model = model
         self.optimizers = list(optimizers)
+        self.copies = WeightCopies(self.optimizers)
         self.finite = checkpoints.finite
         self.shared, self.take_shared = checkpoints.shared, checkpoints.take_shared
         run, shard = membership.welcome.run, membership.island.shard
         self._run_id = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
-        self._muon = membership.join.muon
         self.algorithm = self._create(membership.plan.algorithm)
         self.consensus_distance: float | None = None
         self.leader_model: list[Tensor] = []
@@ -138,9 +140,10 @@ class Replica:
     def others(self) -> list[str]:
         """Return the names of parameters with other weights than the trained ones, such as averages to evaluate.
 
-        Weights that were written and are back do not count, as far as a few elements tell.
+        Weights that were written and are back do not count, as far as a few elements tell; nor do those that an
+        optimizer can take back.
         """
-        if self._trained is None or (now := self.flat.versions()) == self._trained[0]:
+        if self._trained is None or self.copies.evaluated or (now := self.flat.versions()) == self._trained[0]:
             return []
         before, rows = self._trained
         if all(torch.equal(x, row.to(x.device)) for x, row in zip(self.flat.sample(), rows, strict=True)):
@@ -152,7 +155,7 @@ class Replica:
 
     def _create(self, settings: AlgorithmSettings) -> Algorithm:
         algorithm = settings.create(self.flat.buffers, self._run_id)
-        algorithm.muon = self._muon
+        algorithm.muon = is_muon(self.optimizers)
         return algorithm
 
     def take_up(self, text: str) -> bool:
@@ -176,6 +179,11 @@ class Replica:
             moved = _pytree.tree_map_only(Tensor, lambda x: x.to(device), resumed[1])
             self.algorithm.load_state_dict(self.algorithm.state_dict() | moved)  # the checkpoint may lack some entries
         return fresh
+
+    def clear(self) -> None:
+        """Drop what would break the model again, after a round has replaced one that was not finite."""
+        self.copies.mend()
+        clear(self.optimizers)
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Drop all gradients, or an optimizer's, so that its step changes nothing: a GradScaler looks at the others."""
@@ -349,7 +357,7 @@ class Replica:
         if order.averaged:
             return finiteness(self.flat.buffers)
         if order.final:
-            return finiteness([*self.flat.buffers, *map(wide, self.finite.buffers())])
+            return finiteness([*self.flat.buffers, *map(wide, self.finite.buffers()), *self.copies.tensors()])
         if isinstance(self.algorithm, GradientAlgorithm) or (whole and (self.lockstep or order.scope == "local")):
             return None
         return finiteness(self.flat.buffers)
@@ -425,13 +433,18 @@ class Replica:
 
         It records how far apart the models were. Each process of an island does so with its part. A model that is not
         ``finite``, or that the algorithm leaves out, does not contribute to the average, and as a leader's it does not
-        replace the others'. Integer buffers, such as batch norm's counts, become those of rank 0, or the leader's.
+        replace the others'. The optimizers' copies of the weights are averaged with them. Integer buffers, such as
+        batch norm's counts, become those of rank 0, or the leader's.
 
         Raises:
             ExchangeError: it failed.
         """
         parameters, buffers = self.flat.buffers, self.finite.buffers()
+        anywhere = _anywhere([place.copy is not None for place in self.copies.places()], group)
+        copies = self.copies.averaged(anywhere)
         own = [wide(x) for x in (*parameters, *buffers)]
+        models = len(own)
+        own += [torch.cat([wide(x) for x in copies])] if copies else []
         led = of_member(order.leader, own, group) if self.elects else []
         if not finite:
             logger.warning(LEFT_OUT)
@@ -447,8 +460,10 @@ class Replica:
         counted_by_all = of_member(order.leader if follows else 0, counters, group)
 
         def change(*squares: float) -> None:
-            self.consensus_distance, self.leader_model = _distance(squares), led
-            put([*parameters, *buffers, *counters], [*chosen, *counted_by_all])
+            self.consensus_distance, self.leader_model = _distance(squares), led[:models]
+            put([*parameters, *buffers, *counters], [*chosen[:models], *counted_by_all])
+            for kept in chosen[models:]:
+                self.copies.take(anywhere, torch.split(kept, [x.numel() for x in copies]))
 
         return Commit(change, _squares(own[: len(parameters)], means[: len(parameters)], group))
 
@@ -465,6 +480,14 @@ def of_member(rank: int, tensors: Sequence[Tensor], group: WorkerGroup) -> list[
     for x in copies:
         group.broadcast(x, rank)
     return copies
+
+
+def _anywhere(here: Sequence[bool], group: WorkerGroup) -> list[bool]:
+    """Return what is true on a member, from what is true on this one."""
+    found = torch.tensor(here, dtype=torch.float32, device=group.device)
+    if here:
+        group.all_reduce(found).wait()
+    return [bool(each) for each in found.tolist()]
 
 
 def _means(own: list[Tensor], group: WorkerGroup, *, counts: bool) -> tuple[list[Tensor], list[bool]]:

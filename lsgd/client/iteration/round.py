@@ -151,11 +151,12 @@ class RoundEntry:
             ExchangeError: it failed; call :meth:`leave`.
         """
         anew = self.replica.take_up(order.algorithm) or fresh or not self._late.issuperset(order.new)
+        followed = followed or order.final or not self.replica.algorithm.can_be_followed
+        if anew or (self._following is not None and followed):
+            with self.replica.copies.following():
+                self._hand_over(group, order)
         if anew:
-            self._hand_over(group, order)
             self.replica.algorithm.reset(self.replica.flat.buffers, group, order)
-        elif self._following is not None and (followed or order.final or not self.replica.algorithm.can_be_followed):
-            self._hand_over(group, order)
         return anew
 
     def proceed(self) -> None:
@@ -225,6 +226,8 @@ class RoundEntry:
         """Give newcomers the source's model and all members the shared state; newcomers may get the rest later."""
         replica, pause_s = self.replica, self.replica.run.join_pause_s
         taking = group.rank in order.new and group.rank != order.source
+        if order.new:
+            self._check_copies(group, order)
         if self.lacking and not taking:
             replica.restore()  # the others are gone, and this worker has its own model only
         if taking and self._trains:
@@ -247,6 +250,18 @@ class RoundEntry:
             replica.take_shared(beside)
         if taking and not left:
             replica.take_over(states)
+
+    def _check_copies(self, group: WorkerGroup, order: Round) -> None:
+        """Raise a LsgdError if this worker's optimizers keep other copies of the weights than the source's."""
+        own = torch.tensor([len(self.replica.copies.places())], device=group.device)
+        sources = own.clone()
+        group.broadcast(sources, order.source)
+        if int(own) != int(sources):
+            raise LsgdError(
+                f"this worker's optimizers keep copies of {int(own)} parameters beside the model, and those of "
+                f"{order.generation.members[order.source]} of {int(sources)}, as schedule-free and Lookahead do: join "
+                f"with the same optimizers on all workers"
+            )
 
     def _states(self, group: WorkerGroup, order: Round) -> list[Tensor]:
         """Return the optimizers' states as bytes, as many as the source has; empty if newcomers do not take them."""

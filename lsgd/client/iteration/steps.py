@@ -138,15 +138,17 @@ class Steps:
             self.step.advance(Event.CLOSE)
         self.step.advance(Event.ASK)
         try:
-            with self.rounds.saving():
+            with self._replica.copies.trained(), self.rounds.saving():
                 yield
         except BaseException:
             if self.step.state is StepState.ROUND:
                 self.step.advance(Event.FAIL)
             raise
 
-    def finish(self, *, waits: bool = False) -> bool:
-        """Take part in a last global round, or with ``waits`` the run's last; return whether that is the consensus.
+    def finish(self, within_s: float | None = None) -> bool:
+        """Take part in a last global round, or in the run's last; return whether that is the consensus.
+
+        ``within_s``: longest wait for an answer of the servers until the run's last; None: it is not waited for.
 
         Raises:
             NotTrainedError: this worker has completed no iteration, or nobody has.
@@ -158,11 +160,12 @@ class Steps:
                 raise idle
             self._act()
             if self.rounds.pending and self.rounds.gradients is None:
-                self.rounds.before_step()  # models are exchanged even without a backward pass
+                with self._replica.copies.trained():
+                    self.rounds.before_step()  # models are exchanged even without a backward pass
             elif self.rounds.pending:
                 self.rounds.drop("leaves in the middle of an iteration")
             with self._asking():
-                self.rounds.finish(waits=waits)
+                self.rounds.finish(within_s)
                 self.step.advance(Event.STOP)
             if self.rounds.has_consensus and not self.rounds.count:
                 raise self._not_trained("the run ends without an iteration of any worker")
@@ -201,8 +204,8 @@ class Steps:
             with self._asking():
                 met = self.rounds.meet(numbers, aside=bool(others))
                 self.step.advance(Event.STOP if met is None else Event.MEET)
-            if not others:
-                self._replica.note_trained()
+                if not others:
+                    self._replica.note_trained()
         finally:
             if within and not self.step.is_over:
                 self.step.advance(Event.TAKE)
@@ -259,8 +262,9 @@ class Steps:
         if self.step.state is StepState.COUNTED:
             self.step.advance(Event.ACT)
             if trained:
-                self.rounds.after_step()
-                self._replica.note_trained()
+                with self._replica.copies.trained():
+                    self.rounds.after_step()
+                    self._replica.note_trained()
 
     @property
     def _loop(self) -> Loop:
@@ -292,7 +296,7 @@ class Steps:
             with self._asking():
                 granted = self.rounds.follow()
                 self.step.advance(Event.GRANT if granted else Event.STOP)
-            self._replica.note_trained()
+                self._replica.note_trained()
             if granted:
                 self.rounds.ask_ahead()
         return self.step.is_granted
