@@ -38,6 +38,8 @@ class LaunchSettings:
         processes: number of processes per worker; several share a model, or hold replicas of one.
         torchrun: whether a single process, too, gets torchrun's variables.
         store: URL to which this node's files are uploaded; empty: none.
+        door: arguments of the process through which other machines join (``lsgd up``); empty: none, and node 0 prints
+            the lines that start the other nodes.
     """
 
     place: NodePlace
@@ -56,6 +58,7 @@ class LaunchSettings:
     processes: int = 1
     torchrun: bool = False
     store: str = ""
+    door: tuple[str, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -138,6 +141,10 @@ def _worker(settings: LaunchSettings, index: int) -> tuple[Sequence[str], dict[s
 def observer_commands(settings: LaunchSettings, network: str, environ: Mapping[str, str]) -> Iterator[Command]:
     """Yield the commands of what follows the run of the global server at an address."""
     insecure, ignores_term = ["--insecure"] * settings.insecure, bool(settings.place.starter)
+    if settings.door:
+        yield Command("door", [*LSGD, "door", *settings.door], environ, log_of(settings, "door"), role=Role.PAGE)
+    if settings.place.node:
+        return
     if settings.log_to:
         arguments = [*LSGD, "log", "--connect", network, "--out", str(settings.run_dir), *insecure]
         arguments += [part for name in settings.log_to for part in ("--to", name)]

@@ -205,7 +205,7 @@ def _access(settings: LaunchSettings, network: str) -> tuple[list[str], Connecto
             f"node {node} joins with: {TOKEN_VARIABLE}={ring.token(node_name(node))} "
             f"{_INDEX.sub(str(node), settings.join_line, count=1)}"
             for node in range(1, place.nodes)
-            if not place.starter  # it starts the other nodes itself, and may store our output where others read it
+            if not (place.starter or settings.door)  # these start the others, and may store our output for all to read
         ]
         return ["--keys", str(folder)], parse_token(ring.token(name), f"the token of {name}"), lines
     path = token_path(name)

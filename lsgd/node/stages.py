@@ -151,8 +151,9 @@ class Stages:
         commands, panel = list[Command](), None
         if self._serving:
             commands = [*server_commands(settings, servers, self._serving.environ)]
-        if node == 0 and servers:
+        if servers or not former:
             commands += observer_commands(settings, self._network, self._environ)
+        if node == 0 and servers:
             panel = Panel(self._screen, self._network, insecure=settings.insecure) if self._screen.is_terminal else None
         if former:
             commands = [replace(command, appends=True) for command in commands if command.role is not Role.PAGE]
