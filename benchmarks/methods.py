@@ -84,7 +84,7 @@ LABELS: Mapping[str, str] = {
     "torchft-local-sgd": "torchft LocalSGD",
     "torchft-diloco": "torchft DiLoCo",
     "default": "lsgd with its defaults",
-    "default-delay": "lsgd with its defaults, delay auto",
+    "default-waiting": "lsgd with its defaults, delay 0",
     "local-2bit": "lsgd local, 2 bits",
     "local-2bit-delay": "lsgd local, 2 bits, delay",
     "local-8bit": "lsgd local, 8 bits",

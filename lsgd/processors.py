@@ -16,17 +16,18 @@ def usable(of: Path = OF_THIS_PROCESS, mounted: Path = MOUNTED) -> int:
         of: names the control groups of a process, as ``cgroups(7)`` describes it.
         mounted: where they are mounted.
     """
-    return min([len(os.sched_getaffinity(0)), *_quotas(of, mounted)])
+    quotas = (quota for group in control_groups("cpu", of, mounted) for quota in _quota(group))
+    return min([len(os.sched_getaffinity(0)), *quotas])
 
 
-def _quotas(of: Path, mounted: Path) -> Iterator[int]:
-    """Yield the quotas of a process's control groups and of those above them, where there are any."""
+def control_groups(controller: str, of: Path = OF_THIS_PROCESS, mounted: Path = MOUNTED) -> Iterator[Path]:
+    """Yield the folders of a process's control groups for this controller, and of those above them."""
     lines = of.read_text().splitlines() if of.exists() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
-        if not controllers or "cpu" in controllers.split(","):
+        if not controllers or controller in controllers.split(","):
             group = PurePosixPath(path.removeprefix("/"))
             for each in (group, *group.parents):  # a container may see its own as the root
-                yield from _quota(mounted / controllers / each)
+                yield mounted / controllers / each
 
 
 def _quota(group: Path) -> Iterator[int]:

@@ -31,7 +31,7 @@ LAYERS = (
     "server",
     "watch",
     "node",
-    "client/control client/data",
+    "client/control client/data client/room",
     "client/groups",
     "client/checkpoint",
     "client/iteration",
@@ -39,6 +39,7 @@ LAYERS = (
     "client/wrap",
     "integrations",
     "check",
+    "pairing",
     "cli",
     "server/cli",
     "client/__init__ client/__main__ server/__main__ __init__",
@@ -66,6 +67,8 @@ ONLY_IN = {
     "tensorboardX": {"watch/curves.py"},
     "wandb": {"watch/curves.py"},
     "fsspec": {"store/objects.py"},
+    "spake2": {"pairing/proof.py"},
+    "zeroconf": {"pairing/discovery.py"},
 }
 PRIVATE_NAMES_ONLY_IN = {
     "client/groups/torch_group.py",

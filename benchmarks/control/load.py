@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from benchmarks.control.worker import greeting
 from lsgd.protocol.messages import (
     PROTOCOL,
+    Completed,
     Copy,
-    Done,
     Go,
     Heartbeat,
     NodeHello,
@@ -78,7 +78,7 @@ class Node:
                         if round is not None:
                             self._committed[incarnation] = round.id
                             name = self._names[incarnation]
-                            self._link.send([encode(Done(name, incarnation, round.id, True, ""))])
+                            self._link.send([encode(Completed(name, incarnation, round.id))])
                         self._link.send([self._ask(incarnation)])
 
     def serve(self, seconds: float) -> int:

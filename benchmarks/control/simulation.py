@@ -19,8 +19,9 @@ from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import Happening
 from lsgd.protocol.messages import (
-    Done,
+    Completed,
     Downward,
+    Failed,
     GenerationOver,
     Go,
     Heartbeat,
@@ -35,6 +36,7 @@ from lsgd.protocol.messages import (
     encode,
     worker_name,
 )
+from lsgd.protocol.wants import More
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.next_step import waits_for
@@ -255,7 +257,7 @@ class Simulation:
 
     def _ask_ahead(self, worker: VirtualWorker) -> None:
         if worker.alive and worker.grants.wants_more():
-            state = (worker.grants.seq + 1, worker.done, worker.committed, worker.dropped, None, True)
+            state = (worker.grants.seq + 1, worker.done, worker.committed, worker.dropped, None, More())
             self._say(Request(worker.name, worker.incarnation, *state))
 
     def _request(self, worker: VirtualWorker) -> None:
@@ -297,7 +299,7 @@ class Simulation:
                 continue
             if complete:
                 worker.exchanging, worker.committed = False, round.id
-                self._say(Done(worker.name, worker.incarnation, round.id, True, ""))
+                self._say(Completed(worker.name, worker.incarnation, round.id))
                 self._go_on(worker)
             else:
                 self._drop(worker)
@@ -308,7 +310,7 @@ class Simulation:
             return
         assert worker.answer is not None and worker.answer.round is not None
         worker.exchanging, worker.dropped = False, worker.answer.round.id
-        self._say(Done(worker.name, worker.incarnation, worker.dropped, False, "a peer closed"))
+        self._say(Failed(worker.name, worker.incarnation, worker.dropped, "a peer closed"))
         self._request(worker)
 
     def _beat(self) -> None:

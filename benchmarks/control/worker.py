@@ -18,7 +18,7 @@ from lsgd import __version__
 from lsgd.client.iteration.grants import GrantedIterations
 from lsgd.protocol.messages import (
     PROTOCOL,
-    Done,
+    Completed,
     Go,
     Heartbeat,
     Join,
@@ -31,6 +31,7 @@ from lsgd.protocol.messages import (
     worker_name,
 )
 from lsgd.protocol.sockets import Connector, wait_for
+from lsgd.protocol.wants import STEP, More
 
 START_WITHIN_S = 60.0
 HEARTBEAT_S = 1.0
@@ -84,7 +85,7 @@ class SocketWorker:
 
     def _request(self, seq: int, *, ahead: bool = False) -> bytes:
         who = (self._join.worker, self._join.incarnation)
-        return encode(Request(*who, seq, self._done, self._committed, 0, 0.5, ahead))
+        return encode(Request(*who, seq, self._done, self._committed, 0, 0.5, More() if ahead else STEP))
 
     def say_again(self) -> None:
         """Repeat what has no answer yet, and say that the process lives."""
@@ -111,7 +112,7 @@ class SocketWorker:
 
     def _commit(self, round: Round) -> None:
         self._committed = round.id
-        self.link.send([encode(Done(self._join.worker, self._join.incarnation, round.id, True, ""))])
+        self.link.send([encode(Completed(self._join.worker, self._join.incarnation, round.id))])
 
     def leave(self) -> None:
         """Give back what is granted and not made, and go."""
@@ -184,12 +185,12 @@ def by_channel(address: str, join: Join, step_s: float, seconds: float, lookahea
             ahead, round = None, go.round
         if round is not None:
             committed = round.id
-            channel.send(Done(*who, committed, True, ""))
+            channel.send(Completed(*who, committed))
         else:
             waits_s.append(time.perf_counter() - start)
         if grants.wants_more():
             ahead = expect(grants.seq + 1)
-            channel.send(Request(*who, grants.seq + 1, done, committed, 0, None, True))
+            channel.send(Request(*who, grants.seq + 1, done, committed, 0, None, More()))
         end = end or time.monotonic() + seconds
         time.sleep(step_s * chance.uniform(1 - SPREAD, 1 + SPREAD))
         done += 1

@@ -6,7 +6,7 @@ parameters (W4) on scikit-learn's digits, or another task (``--task``); lsgd's m
 Compute and bytes are real, and all processes share this machine's cores, so that what a method computes for its
 exchange costs it time too. First model, batches, optimizer and learning rate are the same for all; a seed chooses model
 and batches, and tables have medians over the seeds. ``--period`` is that of all methods that are given one. ``default``
-is a plan that says nothing: the servers choose its period; with ``default-delay`` they choose a delay too.
+is a plan that says nothing: the servers choose its period, and with Muon its delay, which is 0 in ``default-waiting``.
 ``one-machine`` is one worker with all data, which makes the steps of one; ``one-machine-samples`` those of all.
 ``--optimizer muon`` takes ``lsgd.client.muon`` instead of the task's optimizer, for all methods. A file may have the
 results of both; table and picture show all that it has.

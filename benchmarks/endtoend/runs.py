@@ -19,20 +19,20 @@ from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.plan.plan import DEFAULT as DEFAULT_SETTINGS
 from lsgd.plan.plan import Phase, Plan, algorithm_of
 from lsgd.plan.run import RunSettings
-from lsgd.settings import AUTO, AlgorithmSettings
+from lsgd.settings import AlgorithmSettings
 
 MORE_STEPS = 32  # at most, of methods with a period, so that the slower worker too sees the end of those that count
 DEADLINE_S = 3600.0
 
 DEFAULT = "default"
-"""The method of a plan that says nothing: its servers choose the period."""
+"""The method of a plan that says nothing: its servers choose the period, and the delay if all train with Muon."""
 
-DEFAULT_DELAY = "default-delay"
-"""The method of a plan that says only ``delay = "auto"``: its servers choose the period and the delay."""
+WAITING = "default-waiting"
+"""The method of a plan that says only ``delay = 0``: its servers choose the period, and rounds hide behind no steps."""
 
 CHOSEN: Mapping[str, AlgorithmSettings] = {
     DEFAULT: DEFAULT_SETTINGS(),
-    DEFAULT_DELAY: algorithm_of({"name": DEFAULT_SETTINGS.name, "delay": AUTO}, DEFAULT_DELAY),
+    WAITING: algorithm_of({"name": DEFAULT_SETTINGS.name, "delay": 0}, WAITING),
 }
 """Settings of the methods whose servers choose the period."""
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.endtoend.runs import DEFAULT, WAITING
 from benchmarks.endtoend.tables import name_of
 from benchmarks.methods import ALONE, ONE_MACHINE, ONE_MACHINE_SAMPLES
 from benchmarks.report.tables import table
@@ -19,7 +20,7 @@ from benchmarks.testbed import LINKS
 from benchmarks.workloads import TASKS
 from lsgd.plan.estimate import Link, Worth, worth_of
 
-METHODS = ("default", "default-delay")
+METHODS = (DEFAULT, WAITING)
 """Those that leave the period to the servers, as the estimate does."""
 
 COLUMNS = (
@@ -125,7 +126,7 @@ def _predicted(place: Place, link: str, step_s: float, method: str) -> Worth:
     mbit, delay_ms = LINKS[link]
     assert mbit is not None
     wire = Link(mbit * 1e6, delay_ms / 1e3)
-    muon = place.optimizer == "muon" and method == "default-delay"
+    muon = place.optimizer == "muon" and method == DEFAULT
     return worth_of(_parameters(place.task), step_s, wire, 2 * place.steps, muon=muon)[0]
 
 

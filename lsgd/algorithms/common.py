@@ -175,7 +175,7 @@ def block() -> Any:
 def delay(what: str, auto: int | None = None) -> Any:
     """Declare how long after a round its result is applied; ``auto`` stands for a delay that the server chooses."""
     meaning = f"{what} this many iterations after its round, to hide the transfer"
-    return setting(0, meaning, low=0, fixed=auto is None, auto=auto)
+    return setting(0 if auto is None else auto, meaning, low=0, fixed=auto is None, auto=auto)
 
 
 def rounding(default: str) -> Any:

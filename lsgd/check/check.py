@@ -15,8 +15,8 @@ from lsgd.check.saved import loaded
 from lsgd.check.verdicts import POINTS, Status, Verdict
 from lsgd.plan.estimate import Link
 
-STRAIGHT, STOPPED, KILLED, RESUMED = {1, 2, 3, 4, 5, 8, 9}, {1}, {7}, {6}
-"""The points for which a run is needed."""
+STRAIGHT = {1, 2, 3, 4, 5, 8, 9}
+"""The points for which a run from the beginning to the end is needed."""
 
 
 class Check:
@@ -45,18 +45,17 @@ class Check:
             self.end()
 
     def _judge(self, points: Collection[int]) -> list[Verdict]:
-        wanted, verdicts = set(points), dict[int, Verdict]()
-        straight = self._straight() if wanted & STRAIGHT or wanted & (KILLED | RESUMED) else None
-        assert straight is not None
-        runs = bool(straight.lives) and any(life.made for life in straight.lives)
-        stopped = self._stopped() if runs and wanted & STOPPED else None
-        if 1 in wanted:
-            verdicts[1] = judge_ends(straight, stopped)
-        verdicts |= {point: verdict for point, verdict in self._of_straight(straight).items() if point in wanted}
+        wanted, verdicts, runs = set(points), dict[int, Verdict](), True
+        straight = self._straight() if wanted & STRAIGHT else None
+        if straight is not None:
+            runs = any(life.made for life in straight.lives)
+            verdicts |= self._of_straight(straight)
+            if 1 in wanted:
+                verdicts[1] = judge_ends(straight, self._stopped() if runs else None)
         for point, judge in ((7, self._killed), (6, self._resumed)):
             if point in wanted:
                 verdicts[point] = judge() if runs else Verdict(point, unjudged="it does not run at all")
-        if 9 in wanted:
+        if straight is not None and 9 in wanted:
             verdicts[9] = judge_cost(straight, self._link, self._alone)
         return [verdicts[point] for point in sorted(wanted)]
 

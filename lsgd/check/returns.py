@@ -190,6 +190,9 @@ def judge_return(run: Run) -> Verdict:
     """Judge how a worker comes back that was killed."""
     verdict = Verdict(7)
     lives = run.by_worker.get(run.killed, [])
+    if not any(life.made for life in run.lives):
+        verdict.unjudged = f"it makes no step: {crash_of(run)[1]}"
+        return verdict
     if not run.killed or len(run.firsts) < run.workers:
         verdict.unjudged = "it was over before a worker could be killed"
         return verdict

@@ -18,7 +18,7 @@ from rich.live import Live
 
 from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
-from lsgd.cli import check, options, quickstart, runs, watching
+from lsgd.cli import check, options, quickstart, runs, up, watching
 from lsgd.cli.options import Commands, Main, first_steps
 from lsgd.errors import JoinError
 from lsgd.node import gpus, storing
@@ -482,5 +482,8 @@ for command in (
     watching.metrics_command,
     watching.dashboard_command,
     watching.report_command,
+    up.up_command,
+    up.peers_command,
+    up.door_command,
 ):
     main.add_command(command)

@@ -62,8 +62,8 @@ runs = _completion(lambda: sorted((str(path) for path in Path("runs").glob("*/")
 
 
 SECTIONS = {
-    "Train": ("quickstart", "check", "launch"),
-    "Watch and steer": ("status", "runs", "dashboard", "report", "log", "metrics", "set", "stop"),
+    "Train": ("quickstart", "check", "up", "launch"),
+    "Watch and steer": ("status", "runs", "peers", "dashboard", "report", "log", "metrics", "set", "stop"),
     "Prepare": ("doctor", "estimate", "keygen", "algorithms", "config", "completion"),
 }
 """The commands by purpose; all others are listed under Other."""
@@ -71,6 +71,7 @@ SECTIONS = {
 FIRST_STEPS = (
     ("train the example on this machine, in half a minute", "lsgd quickstart"),
     ("train your own script, one worker for each GPU", "lsgd launch -- python my_script.py"),
+    ("the same on each of several machines", "lsgd up -- python my_script.py"),
     ("see what the run does and waits for", "lsgd status --watch"),
     ("list your runs: which are running, and how the others ended", "lsgd runs"),
     ("check this machine before the first run", "lsgd doctor"),

@@ -46,6 +46,7 @@ from lsgd.client.iteration.replica import Replica
 from lsgd.client.iteration.reports import Timings, numbers_of
 from lsgd.client.iteration.step import Event
 from lsgd.client.iteration.steps import Steps
+from lsgd.client.room import lack_of_room
 from lsgd.errors import (
     ConfigError,
     ExchangeError,
@@ -170,8 +171,10 @@ class Worker:
                 folder = None if checkpoint_dir is None else Path(checkpoint_dir)
                 checkpoints = Checkpoints(model, optimizers, extra or {}, folder, identity.resume, island)
                 checkpoints.restarted = identity.restarted
-                muon = is_muon(optimizers)
-                membership = join_run(model, found, timeout_s, checkpoints.load, island, step, muon=muon)
+                muon, lack, load = is_muon(optimizers), lack_of_room(model), checkpoints.load
+                membership = join_run(model, found, timeout_s, load, island, step, bears_delay=muon and not lack)
+                if muon and lack and membership.plan.algorithm.delay_is_auto:
+                    logger.warning("%s", lack)
                 checkpoints.start(membership.welcome.run)
                 flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)
                 if membership.plan.run.own_noise:
@@ -655,7 +658,7 @@ class Worker:
         if self._membership.island.size == 1:
             self._steps.pause()
         elif self.is_head:
-            self._steps.rounds.grants.step_aside(self._steps.rounds.committed)
+            self._steps.rounds.grants.pause(self._steps.rounds.committed, alone=True)
 
     @observed
     def mean(self, numbers: Mapping[str, Tensor | float]) -> dict[str, float]:
@@ -784,10 +787,10 @@ class Worker:
 
         It raises as :meth:`batches` does. If the consensus is not finite, the process ends with exit code 65.
         """
-        self._steps.rounds.grants.wait_s, reason = timeout_s, ""
+        reason = ""
         if not self._steps.step.is_over:
             try:
-                self._steps.finish(waits=True)
+                self._steps.finish(timeout_s)
             except NoConsensusError:
                 raise
             except ExchangeError as error:

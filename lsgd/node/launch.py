@@ -96,6 +96,8 @@ class LaunchSettings:
         processes: number of processes per worker; several share a model, or hold replicas of one.
         torchrun: whether a single process, too, gets torchrun's variables.
         store: URL to which this node's files are uploaded; empty: none.
+        door: arguments of the process through which other machines join (``lsgd up``); empty: none, and node 0 prints
+            the lines that start the other nodes.
     """
 
     place: NodePlace
@@ -114,6 +116,7 @@ class LaunchSettings:
     processes: int = 1
     torchrun: bool = False
     store: str = ""
+    door: tuple[str, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -215,8 +218,8 @@ def _run(
         reading = opened.enter_context(closing(Reading()))
         say = own_lines(Transcript(screen, name, _log(settings, name), -1, False, again=settings.resume), reading)
         panel = None
+        commands += _observers(settings, network, environ)
         if settings.place.node == 0:
-            commands += _observers(settings, network, environ)
             panel = Panel(screen, network, insecure=settings.insecure) if screen.is_terminal else None
         tell = (lambda words: None) if settings.place.node == 0 else say  # the global server's lines are here
         offer = place_to_serve(settings.place, network, held)
@@ -327,7 +330,7 @@ def _access(settings: LaunchSettings, network: str) -> tuple[list[str], Connecto
             f"node {node} joins with: {TOKEN_VARIABLE}={ring.token(node_name(node))} "
             f"{_INDEX.sub(str(node), settings.join_line, count=1)}"
             for node in range(1, place.nodes)
-            if not place.starter  # it starts the other nodes itself, and may store our output where others read it
+            if not (place.starter or settings.door)  # these start the others, and may store our output for all to read
         ]
         return ["--keys", str(folder)], parse_token(ring.token(name), f"the token of {name}"), lines
     path = token_path(name)
@@ -454,6 +457,10 @@ def _worker(settings: LaunchSettings, index: int) -> tuple[Sequence[str], dict[s
 
 def _observers(settings: LaunchSettings, network: str, environ: Mapping[str, str]) -> Iterator[Command]:
     insecure, ignores_term = ["--insecure"] * settings.insecure, bool(settings.place.starter)
+    if settings.door:
+        yield Command("door", [*LSGD, "door", *settings.door], environ, _log(settings, "door"), role=Role.PAGE)
+    if settings.place.node:
+        return
     if settings.log_to:
         arguments = [*LSGD, "log", "--connect", network, "--out", str(settings.run_dir), *insecure]
         arguments += [part for name in settings.log_to for part in ("--to", name)]

@@ -16,9 +16,10 @@ from lsgd.node.farewell import Farewell, Parting
 from lsgd.protocol.messages import (
     LOOP_ENDED,
     PROTOCOL,
+    Completed,
     Copy,
-    Done,
     Evicted,
+    Failed,
     GivenUp,
     Join,
     Leave,
@@ -74,6 +75,7 @@ SERVE_AGAIN_S = 5.0
 """After how long a node that could not take over tries again, if no other one has."""
 
 _ASKING = (Join, Request, Pause, Leave, StatusQuery)
+_ROUND_ENDS = (Completed, Failed)
 """Messages of workers that wait for an answer: if one cannot be forwarded, the local server says why."""
 
 
@@ -383,7 +385,7 @@ class LocalServer:
                 if self._farewell and kind_of(frame) is Join:
                     self._dismiss(peer, frame)
                     continue
-                if kind_of(frame) is Done and (worker := self._workers.get(peer)):
+                if kind_of(frame) in _ROUND_ENDS and (worker := self._workers.get(peer)):
                     self.rounds_at[worker] = now
                 if hopeless and kind_of(frame) in _ASKING:
                     self._listener.send(peer, [encode(GivenUp())])

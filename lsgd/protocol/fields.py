@@ -1,4 +1,7 @@
-"""A dataclass as an array of its fields, and back: the type of each is checked when it arrives, once."""
+"""A dataclass as an array of its fields, and back: the type of each is checked when it arrives, once.
+
+A field that is one of several dataclasses is the number of its class among them, and then its fields.
+"""
 
 import dataclasses
 import functools
@@ -62,14 +65,36 @@ def _refuse_extension(code: int, data: bytes) -> NoReturn:
 def values_of(cls: type) -> Callable[[Any], tuple[Any, ...]]:
     """Return a function that returns the values of a message's fields."""
     names = [field.name for field in dataclasses.fields(cls)]
+    choices = {name: found for name, hint in _hints(cls).items() if (found := _choices(hint))}
+    if choices:
+        return lambda message: tuple(_chosen(choices.get(name), getattr(message, name)) for name in names)
     if len(names) < 2:  # with one name, attrgetter returns no tuple
         return lambda message: tuple(getattr(message, name) for name in names)
     return operator.attrgetter(*names)
 
 
+def _chosen(choices: tuple[type, ...] | None, value: Any) -> Any:
+    """Return one of several dataclasses as its number among them, and its fields."""
+    if choices is None:
+        return value
+    cls: type = type(value)
+    return (choices.index(cls), *values_of(cls)(value))
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _choices(hint: Any) -> tuple[type, ...]:
+    """Return the dataclasses of which a value is one; none if it may be something else."""
+    args = typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
+    return args if args and all(map(dataclasses.is_dataclass, args)) else ()
+
+
 @functools.cache
 def _checks(cls: type) -> dict[str, Callable[[Any], Any]]:
-    return {name: _check(hint) for name, hint in typing.get_type_hints(cls).items()}
+    return {name: _check(hint) for name, hint in _hints(cls).items()}
 
 
 def build(cls: type, values: tuple[Any, ...]) -> Any:
@@ -97,6 +122,8 @@ class _WrongTypeError(Exception):
 def _check(hint: Any) -> Callable[[Any], Any]:
     """Return a function that returns a value of the type ``hint``, and raises for others."""
     origin = typing.get_origin(hint)
+    if choices := _choices(hint):
+        return functools.partial(_one_of, choices)
     if origin in (Union, types.UnionType):
         (inner,) = (_check(arg) for arg in typing.get_args(hint) if arg is not types.NoneType)
         return lambda value: None if value is None else inner(value)
@@ -109,6 +136,13 @@ def _check(hint: Any) -> Callable[[Any], Any]:
     if dataclasses.is_dataclass(hint):
         return lambda value: build(typing.cast(type, hint), _typed(value, tuple))
     return {int: _integer, float: _number}.get(hint) or functools.partial(_typed, kind=hint)
+
+
+def _one_of(choices: tuple[type, ...], value: Any) -> Any:
+    number, *values = _typed(value, tuple) or (-1,)
+    if type(number) is not int or not 0 <= number < len(choices):
+        raise _WrongTypeError
+    return build(choices[number], tuple(values))
 
 
 def _typed(value: Any, kind: type) -> Any:

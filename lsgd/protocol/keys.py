@@ -85,7 +85,7 @@ class KeyRing:
         self._read_at = (-1, -1, -1)
         self.trouble = ""
         key = folder / SERVER_KEY
-        self.secret = _key(_read_private(key), key)
+        self.secret = _key(read_private(key), key)
         self.public = public_key(self.secret)
         self._read()
 
@@ -101,8 +101,8 @@ class KeyRing:
             _refuse_writable(folder, "700")
             if not (folder / SERVER_KEY).exists():
                 _, secret = new_key_pair()
-                _write(folder / ALLOWED, "", replace=False)  # before the key, for whoever finds that
-                _write(folder / SERVER_KEY, _text(secret), replace=False)
+                write_private(folder / ALLOWED, "", replace=False)  # before the key, for whoever finds that
+                write_private(folder / SERVER_KEY, _text(secret), replace=False)
             ring, names = cls(folder), list(names)
             if not all(map(ring._has, names)):
                 with _alone(folder / SERVER_KEY):
@@ -124,9 +124,9 @@ class KeyRing:
         """
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _write(folder / SERVER_KEY, _text(secret))
-            _write(folder / ALLOWED, "".join(f"{name} {_text(public)}\n" for name, public in allowed.items()))
-            _write(folder / CERTIFICATE, certificate.decode())
+            write_private(folder / SERVER_KEY, _text(secret))
+            write_private(folder / ALLOWED, "".join(f"{name} {_text(public)}\n" for name, public in allowed.items()))
+            write_private(folder / CERTIFICATE, certificate.decode())
         except OSError as error:
             raise ConfigError(f"the keys in {folder} cannot be written: {error.strerror}") from None
         return cls(folder)
@@ -135,7 +135,7 @@ class KeyRing:
     def certificate(self) -> bytes:
         """The certificate of the run that an adopted ring serves; empty for any other, which derives it."""
         path = self.folder / CERTIFICATE
-        return f"{_read_private(path)}\n".encode() if path.exists() else b""
+        return f"{read_private(path)}\n".encode() if path.exists() else b""
 
     def _has(self, name: str) -> bool:
         there = token_path(name, self.folder).exists() or self.certificate  # an adopted ring has no tokens
@@ -147,8 +147,8 @@ class KeyRing:
         path = token_path(name, self.folder)
         public, secret = new_key_pair()
         lines = [f"{n} {_text(p)}\n" for p, n in self._names.items() if n != name]
-        _write(path, f"{_PREFIX}:{name}:{_text(self.public + secret)}")
-        _write(self._allowed_path, "".join([*lines, f"{name} {_text(public)}\n"]))
+        write_private(path, f"{_PREFIX}:{name}:{_text(self.public + secret)}")
+        write_private(self._allowed_path, "".join([*lines, f"{name} {_text(public)}\n"]))
         self._read()
 
     def token(self, name: str) -> str:
@@ -157,7 +157,7 @@ class KeyRing:
         Raises:
             ConfigError: there is no token of this name.
         """
-        return _read_private(token_path(name, self.folder))
+        return read_private(token_path(name, self.folder))
 
     def listed(self) -> dict[str, bytes]:
         """Return the names and public keys in the file ``allowed``, as of the last look at it."""
@@ -262,7 +262,7 @@ def connector_keys(
                 f"file {name}.token here and give --token FILE, or put its text into {TOKEN_VARIABLE} (or give "
                 f"--insecure, here and to the server)"
             )
-    return _of(parse_token(_read_private(path), f"the token {path}"), name)
+    return _of(parse_token(read_private(path), f"the token {path}"), name)
 
 
 def _adopted_ring(run_folder: Path) -> KeyRing | None:
@@ -311,7 +311,7 @@ def _key(text: str, path: Path) -> bytes:
     raise ConfigError(f"{path} is damaged: {text.strip()[:8]!r}... is not a key")
 
 
-def _read_private(path: Path) -> str:
+def read_private(path: Path) -> str:
     """Return the text of a file that nobody else may read."""
     try:
         mode = path.stat().st_mode
@@ -342,7 +342,7 @@ def _alone(key: Path) -> Iterator[None]:
         yield
 
 
-def _write(path: Path, text: str, *, replace: bool = True) -> None:
+def write_private(path: Path, text: str, *, replace: bool = True) -> None:
     """Write a private file, whole or not at all; an existing one stays unless ``replace``."""
     number, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
     try:

@@ -14,8 +14,9 @@ from typing import NamedTuple, Self, get_args
 
 from lsgd.errors import ProtocolError
 from lsgd.protocol.fields import build, packed, unpacked, values_of
+from lsgd.protocol.wants import STEP, Want
 
-PROTOCOL = 12
+PROTOCOL = 13
 """Version of the messages; a greeting with another one is refused."""
 
 MAX_NBYTES = 1 << 20
@@ -92,7 +93,7 @@ class Join:
         resumed: iterations of the run at the checkpoint that it resumes from; 0: it has none.
         resumed_run: run that wrote this checkpoint; empty if it has none.
         step: place in its script's own loop, where that has resumed by itself.
-        muon: whether its optimizer is Muon.
+        bears_delay: whether it trains with Muon, and has memory for a delay.
     """
 
     protocol: int
@@ -108,7 +109,7 @@ class Join:
     resumed: int = 0
     resumed_run: str = ""
     step: int = 0
-    muon: bool = False
+    bears_delay: bool = False
 
     @property
     def origin(self) -> Origin:
@@ -158,7 +159,7 @@ class Dealt(FromWorker):
 
 @dataclass(frozen=True, slots=True)
 class Request(FromWorker):
-    """A worker asks for one iteration.
+    """A worker asks for what it ``wants``.
 
     Args:
         seq: number from 1; the same number repeats the request.
@@ -166,16 +167,8 @@ class Request(FromWorker):
         committed: id of the last round that it completed; 0: none.
         dropped: id of the last round that it was given and could not complete; 0: none.
         loss: mean of its last batch losses, or that of its probe where this elects; None before the first.
-        ahead: whether it still has iterations to make. Such a request is granted at once or forgotten, never held: a
-            worker that has none left asks again, with the same number.
-        last: whether it wants no iteration but a round, after which it leaves.
-        finished: whether its script's own loop is over, and a round has what it learned: it waits for the run's end.
-        steps: length of that loop in iterations; 0: it has none, and the plan ends the run.
-        call: number, from 1, of a call in which it waits for all others to make one, too; answered by :class:`Met`.
-            Until then it takes part in rounds, as a ``last`` request. 0: no call.
-        numbers: what to average in the call, by name; empty: it only waits.
+        steps: length of its script's own loop in iterations; 0: it has none, and the plan ends the run.
         lacking: whether it lacked parts of the run's model when it completed the round ``committed``.
-        aside: whether rounds continue without it while it waits in the call: it has other weights than it trains.
     """
 
     seq: int
@@ -183,14 +176,9 @@ class Request(FromWorker):
     committed: int
     dropped: int
     loss: float | None
-    ahead: bool = False
-    last: bool = False
-    finished: bool = False
+    wants: Want = STEP
     steps: int = 0
-    call: int = 0
-    numbers: dict[str, float] = field(default_factory=dict)
     lacking: bool = False
-    aside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,31 +199,47 @@ class Heartbeat(FromWorker):
 
 
 @dataclass(frozen=True, slots=True)
-class Done(FromWorker):
-    """A worker has completed a round, or failed to do so; ``error`` says why.
+class Probed(FromWorker):
+    """A worker has found in a probed round which nodes cannot dial each other; ``missed`` is as in Generation."""
 
-    ``broken``: ranks of the round's generation that cannot reach each other, one pair after the other;
-    ``sent_nbytes``: what it has sent in all rounds since it joined; ``missed``: in a probed round, the nodes that
-    cannot dial each other, as in :class:`Generation`; None if that is unknown; ``lacking``: as in :class:`Request`;
-    ``transfer_s``: seconds of the last transfer beside training, if it was of an earlier round.
+    round: int
+    missed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completed(FromWorker):
+    """A worker has completed a round.
+
+    Args:
+        sent_nbytes: what it has sent in all rounds since it joined.
+        lacking: as in :class:`Request`.
+        transfer_s: seconds of the last transfer beside training, if it was of an earlier round.
     """
 
     round: int
-    ok: bool
-    error: str
-    broken: tuple[int, ...] = ()
     sent_nbytes: int = 0
-    missed: tuple[int, ...] | None = None
     lacking: bool = False
     transfer_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(FromWorker):
+    """A worker could not complete a round; ``error`` says why.
+
+    ``broken``: ranks of the round's generation that cannot reach each other, one pair after the other.
+    """
+
+    round: int
+    error: str
+    broken: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Pause(FromWorker):
     """A worker pauses (to evaluate, for example) after its request ``seq``, until the next; an unused grant goes back.
 
-    Answered by :class:`Paused`. ``committed`` is as in :class:`Request`, in case its :class:`Done` comes later or
-    never.
+    Answered by :class:`Paused`. ``committed`` is as in :class:`Request`, in case its :class:`Completed` comes
+    later or never.
     """
 
     seq: int
@@ -252,9 +256,9 @@ class Paused:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The answer to a :class:`Request` with a call: means over ``workers`` workers; ``error`` says why there are none.
+    """The answer to a :class:`~lsgd.protocol.wants.Call`, with its ``number``: means over ``workers`` workers.
 
-    ``number`` is the call's.
+    ``error`` says why there are none.
     """
 
     number: int
@@ -267,7 +271,7 @@ class Met:
 class Leave(FromWorker):
     """A worker leaves the run; unused grants go back. ``failed``: because of an error, which ``reason`` names.
 
-    ``committed`` is as in :class:`Request`, in case its :class:`Done` comes later or never.
+    ``committed`` is as in :class:`Request`, in case its :class:`Completed` comes later or never.
     """
 
     done: int
@@ -720,7 +724,7 @@ class Status:
     report: str
 
 
-Upward = Join | Data | Dealt | Request | Heartbeat | Done | Pause | Leave | Put | Get
+Upward = Join | Data | Dealt | Request | Heartbeat | Probed | Completed | Failed | Pause | Leave | Put | Get
 """What a worker sends."""
 
 Downward = (
@@ -753,7 +757,9 @@ Message = (
     | Data
     | Request
     | Heartbeat
-    | Done
+    | Probed
+    | Completed
+    | Failed
     | Pause
     | Leave
     | Left

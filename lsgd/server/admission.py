@@ -95,9 +95,9 @@ def _place_in_loop(state: RunState, member: Member, everybody: Sequence[Member])
     """Return where a worker's own loop begins: where those that train are, its predecessor was, or its checkpoint."""
     if state.roster.generation is None:
         return max(member.join.step, origin_of(m.join for m in everybody).iterations // len(everybody))
-    others = [m for m in everybody if m.began >= 0 and m.steps and m is not member]
+    others = [m for m in everybody if m.began >= 0 and m.asked.steps and m is not member]
     before = state.roster.left.get(member.worker)
-    like = [m for m in others if m.call or not m.last] or ([before] if before else others)
+    like = [m for m in others if m.call or m.iterates] or ([before] if before else others)
     return sum(m.step for m in like) // len(like) if like else member.join.step
 
 

@@ -1,6 +1,7 @@
 """How requests are answered: with iterations, the end, the same as before, or what they wait for."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from lsgd.protocol.messages import GenerationOver, Go, Recall, Refused, Round, Stop, Waiting
 from lsgd.server.next_step import awaited
@@ -12,11 +13,11 @@ from lsgd.server.state import RunState
 def give(state: RunState, member: Member, seq: int, most: int = 1) -> bool:
     """Answer the request ``seq`` with up to ``most`` iterations; return whether both queues had a token."""
     queue = state.roster.queue_of(member)
-    if queue is None or not member.synced or member.last or not state.ledger.has_token(queue):
+    if queue is None or not member.synced or not member.iterates or not state.ledger.has_token(queue):
         return False
     if state.course.schedule.lockstep:  # every iteration is a round: a grant that came back is no token
         return False
-    member.seq = seq
+    member.asked = replace(member.asked, seq=seq)
     iterations = state.ledger.grant(member, queue, most, state.roster.live)
     _go(state, member, None, iterations)
     return True

@@ -252,7 +252,7 @@ class RoundBook:
         self.fresh = False
         for member in opened.waiting:
             member.round = opened
-            if (loss := finite(member.loss)) is not None:
+            if (loss := finite(member.asked.loss)) is not None:
                 member.usual = usual_loss(member.usual, loss)
 
     def complete(
@@ -341,7 +341,7 @@ def roles(
 
 def election(order: Round, leader: Member | None, members: Sequence[Member], seconds: float) -> RoundOrdered:
     """Return the history's entry for a new round; ``leader``: None if nobody takes over what one has."""
-    losses = {m.worker: m.loss for m in [*members[:MAX_LOSSES], *([leader] if leader else [])]}
+    losses = {m.worker: m.asked.loss for m in [*members[:MAX_LOSSES], *([leader] if leader else [])]}
     node = members[0].join.node if order.scope == "local" else -1
     return RoundOrdered(order.id, order.scope, node, leader.worker if leader else "", order.count, seconds, losses)
 

@@ -49,10 +49,11 @@ from lsgd.errors import ConfigError
 from lsgd.plan.run import LENGTH_SETTINGS, RunSettings
 from lsgd.protocol.events import RunChanged, SettingsChanged
 from lsgd.protocol.messages import (
+    Completed,
     Data,
     Dealt,
-    Done,
     Evicted,
+    Failed,
     GenerationOver,
     Go,
     Heartbeat,
@@ -64,11 +65,13 @@ from lsgd.protocol.messages import (
     NodeLeave,
     Pause,
     Paused,
+    Probed,
     Request,
     StopRun,
     Term,
     Upward,
 )
+from lsgd.protocol.wants import Call, More
 from lsgd.server import admission, answers, endings, meeting, scheduler, succession
 from lsgd.server.life import Stage
 from lsgd.server.reasons import NO_REASON, Reason, Why
@@ -217,19 +220,18 @@ class Coordinator:
             if member.round is not None and message.committed > member.round.round.id:  # it has passed that round
                 endings.left_round(self.state, member, Why.PASSED_OVER)
         match message:
-            case Request() if message.ahead:
+            case Request(wants=More()):
                 self._request_ahead(member, message)
             case Request():
                 self._request(member, message)
             case Heartbeat():
                 self._heartbeat(member, message)
-            case Done(_, _, round_id, ok, error, broken, sent_nbytes, missed, lacking, transfer_s):
-                if missed is not None:
-                    endings.found(self.state, member, round_id, missed)
-                if ok:
-                    endings.committed(self.state, member, round_id, sent_nbytes, transfer_s, lacking=lacking)
-                else:
-                    endings.dropped(self.state, member, round_id, error, broken)
+            case Probed(_, _, round_id, missed):
+                endings.found(self.state, member, round_id, missed)
+            case Completed(_, _, round_id, sent_nbytes, lacking, transfer_s):
+                endings.committed(self.state, member, round_id, sent_nbytes, transfer_s, lacking=lacking)
+            case Failed(_, _, round_id, error, broken):
+                endings.dropped(self.state, member, round_id, error, broken)
             case Pause():
                 self._pause(member, message)
             case Leave(_, _, done, failed, reason, committed):
@@ -256,8 +258,8 @@ class Coordinator:
             self.state.answer(member, GenerationOver(roster.generation.number, roster.broken))
 
     def _request(self, member: Member, request: Request) -> None:
-        state = self.state
-        if request.call and (met := state.meeting.again(request)):
+        state, call = self.state, request.wants
+        if isinstance(call, Call) and (met := state.meeting.again(member.worker, member.join.incarnation, call)):
             state.answer(member, met)
             return
         if request.seq < max(member.seq, 1):
@@ -278,7 +280,7 @@ class Coordinator:
         cut = state.links.bars(member.worker, state.now)
         barred = state.links.words(member.worker, state.now) if cut else NO_REASON
         state.roster.move(member, MemberState.CUT if cut else MemberState.HELD, barred)
-        scheduler.serve(state, member, aside=request.aside)
+        scheduler.serve(state, member)
 
     def _takes_back(self, member: Member, dropped: int) -> bool:
         """Whether a member that asks again has dropped the round in its answer, and so needs another one.
@@ -305,7 +307,7 @@ class Coordinator:
         steps_aside = member.live or member.state is MemberState.STRAGGLER or member.state is MemberState.CUT
         if steps_aside and pause.seq >= member.seq:
             if pause.seq > member.seq:  # this server was restarted after it had answered that request
-                member.seq, member.answer = pause.seq, None
+                member.asked, member.answer = replace(member.asked, seq=pause.seq), None
             endings.settle(self.state, member, pause.done)
             endings.committed(self.state, member, pause.committed)
             endings.left_round(self.state, member, Why.PAUSED)

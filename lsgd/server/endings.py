@@ -74,8 +74,8 @@ def committed(
 ) -> None:
     """Note that a member has completed a round.
 
-    ``sent_nbytes``: in all its rounds, None if it did not say; ``transfer_s``: as in :class:`Done`; ``lacking``: it
-    lacks parts of the run's model.
+    ``sent_nbytes``: in all its rounds, None if it did not say; ``transfer_s`` and ``lacking``: as in
+    :class:`Completed`.
     """
     opened = state.book.complete(member, round_id, state.now, sent_nbytes, lacking=lacking)
     if opened is None:
@@ -196,7 +196,7 @@ def end_stalled(state: RunState) -> None:
     roster = state.roster
     waiting = roster.within(MemberState.FINISHED)
     if not roster.within(MemberState.PAUSED):  # who leaves does not end a run in which the others evaluate
-        waiting += [m for m in roster.within(MemberState.HELD) if m.last and not m.call]
+        waiting += [m for m in roster.within(MemberState.HELD) if not (m.iterates or m.call)]
     if waiting and (others := [m for m in roster.members.values() if m not in waiting]):
         stop(state, Why.STALLED(who=named(others), waited_s=waited_s, count=state.ledger.count))
 

@@ -15,13 +15,14 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.plan.plan import Plan, algorithm_of, table_of
 from lsgd.protocol.events import RoundOrdered
+from lsgd.protocol.fields import build, values_of
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop, Term
 from lsgd.server.books import MAX_ELECTIONS, Ledger, RoundBook
 from lsgd.server.changes import Changes
@@ -32,7 +33,7 @@ from lsgd.server.life import Life
 from lsgd.server.links import Ways
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Has, Member, MemberState, OpenRound, Roster, finite
+from lsgd.server.roster import Asked, Has, Member, MemberState, OpenRound, Roster, finite
 from lsgd.server.state import RunState
 
 LOCK_WAIT_S = 2.0
@@ -272,24 +273,10 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Ru
     return state
 
 
-VERSION = 15
+VERSION = 16
 """Version of the format."""
 
-_KEPT = (
-    "rank",
-    "done",
-    "committed",
-    "last",
-    "sent_nbytes",
-    "times_leader",
-    "usual",
-    "finished",
-    "steps",
-    "call",
-    "late",
-    "numbers",
-    "began",
-)
+_KEPT = ("rank", "done", "committed", "sent_nbytes", "times_leader", "usual", "late", "began")
 """Fields of a member that are kept unchanged."""
 
 
@@ -415,16 +402,16 @@ def _answer_again(state: RunState, opened: OpenRound) -> None:
     """Give members that had not completed a round the answer that ordered it."""
     order = opened.round
     for member in opened.waiting:
-        member.round, member.seq = opened, member.seq + 1
+        member.round, member.asked = opened, replace(member.asked, seq=member.seq + 1)
         go = Go(member.seq, order, state.progress(state.now))
         member.answer = Stop(member.seq, order, state.stopping) if order.final else go
 
 
 def _member(member: Member) -> dict[str, Any]:
-    return {name: getattr(member, name) for name in (*_KEPT, "has", "granted", "seq")} | {
+    return {name: getattr(member, name) for name in (*_KEPT, "has", "granted")} | {
         "join": _fields(member.join),
         "state": member.state.name,
-        "loss": finite(member.loss),
+        "asked": values_of(Asked)(replace(member.asked, loss=finite(member.asked.loss))),
         "leaving": member.leaving.to_json(),
         "left": member.left.to_json(),
     }
@@ -435,15 +422,15 @@ def _member_of(saved: dict[str, Any], now: float) -> Member:
         Join(**saved["join"]),
         now,
         MemberState[saved["state"]],
-        seq=saved["seq"],
-        loss=saved["loss"],
+        asked=build(Asked, _tuples(saved["asked"])),
         has=Has(saved["has"]),
         leaving=Reason(*saved["leaving"]),
         left=Reason(*saved["left"]),
         **{name: saved[name] for name in _KEPT},
     )
     if member.live or member.state in (MemberState.STRAGGLER, MemberState.CUT, MemberState.ENDED):
-        member.seq -= 1  # its last answer may not have arrived: it may ask with that number again
+        # Its last answer may not have arrived: it may ask with that number again.
+        member.asked = replace(member.asked, seq=member.seq - 1)
     if member.live or member.state is MemberState.CUT:
         member.state = MemberState.BUSY
     elif member.state is MemberState.STRAGGLER or member.was_silent:
@@ -460,3 +447,8 @@ def _fields(message: Generation | Join | Round, *without: str) -> dict[str, Any]
 def _of_lists(saved: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a message from JSON, with tuples for lists."""
     return {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}
+
+
+def _tuples(saved: Any) -> Any:
+    """Return what was packed, from JSON, which has lists for tuples."""
+    return tuple(map(_tuples, saved)) if isinstance(saved, list) else saved

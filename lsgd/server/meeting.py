@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lsgd.means import mean_of
-from lsgd.protocol.messages import Met, Request
+from lsgd.protocol.messages import Met
+from lsgd.protocol.wants import Call
 from lsgd.server.changes import Changes
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, MemberState, model_of, named
@@ -43,10 +44,10 @@ class Meeting:
         """Return the meeting that :meth:`to_json` described."""
         return cls({worker: (who, Met(*fields)) for worker, (who, *fields) in saved.items()})
 
-    def again(self, request: Request) -> Met | None:
+    def again(self, worker: str, incarnation: int, call: Call) -> Met | None:
         """Return the answer to a call, if it has been given."""
-        incarnation, met = self.answered.get(request.worker, (0, None))
-        return met if met and incarnation == request.incarnation and met.number >= request.call else None
+        who, met = self.answered.get(worker, (0, None))
+        return met if met and who == incarnation and met.number >= call.number else None
 
     def is_due(self, held: int, *, stopping: bool) -> bool:
         """Whether anything has changed since the last look; ``held``: number of held members, 0 unless all are."""
@@ -54,22 +55,24 @@ class Meeting:
         return before != self._looked
 
 
-def come(state: RunState, member: Member, *, aside: bool = False) -> None:
-    """Take in a worker's call: refuse it if others wait in another one; ``aside``: rounds continue without it.
+def come(state: RunState, member: Member, call: Call) -> None:
+    """Take in a worker's call: refuse it if others wait in another one.
 
     One that has made no iteration yet is answered alone if one that has waits in another: its call is behind that one.
     """
-    for odd in [m for m in _callers(state) if m.numbers.keys() != member.numbers.keys()]:
+    for odd, other in _callers(state).items():
+        if other.numbers.keys() == call.numbers.keys():
+            continue
         if bool(member.done) == bool(odd.done):
-            words = {"call": _words(member), "other": odd.worker, "theirs": _words(odd)}
-            _answer(state, member, Met(member.call, {}, 0, Why.OTHER_CALL(worker=member.worker, **words)))
+            words = {"call": _words(call), "other": odd.worker, "theirs": _words(other)}
+            _answer(state, member, Met(call.number, {}, 0, Why.OTHER_CALL(worker=member.worker, **words)))
             return
-        late = odd if member.done else member
+        late, its = (odd, other) if member.done else (member, call)
         if late.state in WAITING:  # otherwise it asks again, after its round
-            _answer(state, late, Met(late.call, late.numbers, 1))
+            _answer(state, late, Met(its.number, its.numbers, 1))
         if late is member:
             return
-    if member.held and (aside or state.course.schedule.identical):  # it has nothing that a round could take in
+    if member.held and (call.aside or state.course.schedule.identical):  # it has nothing that a round could take in
         pause(state, member)
 
 
@@ -86,21 +89,22 @@ def conclude(state: RunState) -> None:
     callers = _callers(state)
     if not callers or _missing(state) or any(m.state not in WAITING for m in callers):
         return
-    means = {name: mean_of([m.numbers[name] for m in callers]) for name in callers[0].numbers}
+    calls = list(callers.values())
+    means = {name: mean_of([call.numbers[name] for call in calls]) for name in calls[0].numbers}
     answered = state.meeting.answered.items()  # who does not take part may not have heard of its last one yet
     state.meeting.answered = {worker: last for worker, last in answered if worker in state.roster.members}
-    for member in callers:
-        _answer(state, member, Met(member.call, means, len(callers)))
+    for member, call in callers.items():
+        _answer(state, member, Met(call.number, means, len(callers)))
 
 
-def _callers(state: RunState) -> list[Member]:
+def _callers(state: RunState) -> dict[Member, Call]:
     """Return the members that wait in a call and take part in it; who has been dismissed has only to leave."""
-    return [m for m in state.roster.members.values() if m.call and m.state is not MemberState.ENDED]
+    return {m: m.call for m in state.roster.members.values() if m.call and m.state is not MemberState.ENDED}
 
 
-def awaited(state: RunState, member: Member) -> Reason:
+def awaited(state: RunState, call: Call) -> Reason:
     """Say whom a worker's call waits for."""
-    return Why.MEETING(call=_words(member), who=named(_missing(state)) or "those in a round")
+    return Why.MEETING(call=_words(call), who=named(_missing(state)) or "those in a round")
 
 
 def _answer(state: RunState, member: Member, met: Met) -> None:
@@ -119,11 +123,11 @@ def _missing(state: RunState) -> Sequence[Member]:
     """
     over = (MemberState.FINISHED, MemberState.ENDED)
     members = state.roster.members.values()
-    missing = [m for m in members if not (m.call or m.last or m.leaving or m.state in over)]
+    missing = [m for m in members if m.iterates and not (m.leaving or m.state in over)]
     paused = (m for m in state.roster.within(MemberState.PAUSED) if m.call)
     in_vain = all(m.held for m in missing) and model_of(paused) > model_of(missing)
     return [] if state.stopping or in_vain else missing
 
 
-def _words(member: Member) -> str:
-    return f"mean() of {', '.join(sorted(member.numbers))}" if member.numbers else "barrier()"
+def _words(call: Call) -> str:
+    return f"mean() of {', '.join(sorted(call.numbers))}" if call.numbers else "barrier()"

@@ -140,7 +140,7 @@ def awaited(state: RunState, member: Member) -> Reason:
         return state.links.words(member.worker, state.now)
     if member.state is MemberState.FINISHED:
         return waits.others_train(state, state.now)
-    return meeting.awaited(state, member) if member.call else waits_for(state, state.now)
+    return meeting.awaited(state, member.call) if member.call else waits_for(state, state.now)
 
 
 def _call_back(state: RunState) -> HoldAgain | None:
@@ -174,10 +174,10 @@ def _when_all_are_held(state: RunState) -> Step | Wait:
     given = state.ledger.count + sum(m.granted for m in out)
     if given >= state.limit:
         return EndRun(state.all_made(out))
-    if all(m.last for m in members):  # those that stay must get the run's model first
+    if not any(m.iterates for m in members):  # those that stay must get the run's model first
         if state.roster.away() or missing(state):
             return Wait(waits.last_holders)
-        over = Why.ALL_FINISHED if any(m.steps for m in members) else Why.ALL_LEAVE
+        over = Why.ALL_FINISHED if any(m.asked.steps for m in members) else Why.ALL_LEAVE
         return EndRun(over(count=state.ledger.count))
     return _training(state, members, given)
 
@@ -205,21 +205,21 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
     progress = state.progress(state.now) if state.has_end else None
     steps = state.steps(len(members))
     now = state.now
-    # With Muon a delay costs little. A newcomer that downloads can follow rounds without one only.
-    bears_delay = all(m.join.muon and m.synced for m in members)
+    # A newcomer that downloads can follow rounds without one only.
+    bears_delay = all(m.join.bears_delay and m.synced for m in members)
     stretch = state.course.following(now, count, given, len(members), steps, progress, bears_delay=bears_delay)
     schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
         if callers := [m for m in members if m.call]:
             return Pause(callers)
-        leaving, members = [m for m in members if m.last], [m for m in members if not m.last]
+        leaving, members = [m for m in members if not m.iterates], [m for m in members if m.iterates]
         if model_of(leaving) > model_of(members):
             return EndRun(Why.HOLDERS_LEAVE(count=count), stretch)
     left = min(state.limit, state.course.ends[stretch.number]) - given
     if left < len(members):
         if schedule.lockstep:
             return EndRun(Why.REST_TOO_SMALL(count=count, limit=state.limit), stretch)
-        if any(m.synced and m.rank >= 0 and not m.last for m in members):
+        if any(m.synced and m.rank >= 0 and m.iterates for m in members):
             return Serve(stretch, leaving, left)
         # No member has the run's model (a checkpoint may): as many members as there are iterations take part.
         members = sorted(sorted(members, key=lambda m: (-model_of([m]), m.place))[: int(left)], key=by_place)

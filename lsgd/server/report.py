@@ -109,7 +109,7 @@ def _progress_of(roster: Roster, member: Member, now: float) -> WorkerProgress:
         rank=rank,
         state=state,
         done=done,
-        loss=finite(member.loss),
+        loss=finite(member.asked.loss),
         heard_s=now - member.heard_at,
         compute_s=_total_s(spent.compute_s),
         waiting_s=_total_s(spent.waiting_s),
@@ -142,7 +142,7 @@ def _line(roster: Roster, member: Member, now: float) -> dict[str, Any]:
         "reason": member.left,
         "code": member.left.code,
         "done": done,
-        "loss": finite(member.loss),
+        "loss": finite(member.asked.loss),
         "times_leader": member.times_leader,
         "heard_s_ago": round(now - member.heard_at, 3),
     }

@@ -3,13 +3,15 @@
 import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from lsgd.election import standing
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import Happening, WorkerChanged, WorkerJoined
 from lsgd.protocol.messages import Generation, Go, Heartbeat, Join, Request, Round, Stop
+from lsgd.protocol.wants import STEP, Call, End, Step, Want
+from lsgd.protocol.wants import Round as LastRound
 from lsgd.server.changes import Changes
 from lsgd.server.reasons import NO_REASON, Reason, Why
 
@@ -95,6 +97,22 @@ MAX_LEFT = 4096
 """How many departed workers are remembered."""
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A worker's last request that was not ahead.
+
+    Args:
+        seq: its number, or that of a later request ahead that was granted.
+        loss: that it reported.
+        steps: length of its script's own loop; 0: it has none.
+    """
+
+    seq: int = 0
+    wants: Want = STEP
+    loss: float | None = None
+    steps: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Member:
     """One incarnation of a worker, from its join to its leave.
@@ -108,14 +126,9 @@ class Member:
             was restarted, as many as it may have made. Only the ledger changes this and ``done``.
         has: what of the run's model it has; :meth:`learns` and :meth:`falls_behind` change it.
         leaving: reason why it must leave, although the run continues.
-        last: whether its request is for a round without an iteration, after which it leaves.
-        finished: whether its request says that its script's own loop is over.
-        steps: length of that loop; 0: it has none.
-        call: number of the call in which it waits for all others; 0: none.
-        numbers: what the call averages, by name.
-        began: place in that loop when it was welcomed; -1 before that.
+        asked: its last request; :meth:`Roster.asks` and :meth:`Roster.goes_on` change what it wants.
+        began: place in its script's own loop when it was welcomed; -1 before that.
         late: whether it has joined a run that had begun.
-        seq: number of its last request.
         answer: to that request; None while there is none.
         round: until it completes the round or the round fails.
         committed: id of the last round it has completed.
@@ -135,19 +148,13 @@ class Member:
     done: int = 0
     has: Has = Has.NOTHING
     leaving: Reason = NO_REASON
-    last: bool = False
-    finished: bool = False
-    steps: int = 0
-    call: int = 0
-    numbers: dict[str, float] = field(default_factory=dict)
+    asked: Asked = Asked()
     began: int = -1
     late: bool = False
     left: Reason = NO_REASON
-    seq: int = 0
     answer: Go | Stop | None = None
     round: "OpenRound | None" = None
     committed: int = 0
-    loss: float | None = None
     usual: float | None = None
     met: int = 0
     times_leader: int = 0
@@ -166,6 +173,26 @@ class Member:
         return (self.join.node, self.join.index)
 
     @property
+    def seq(self) -> int:
+        """The number of its last request."""
+        return self.asked.seq
+
+    @property
+    def iterates(self) -> bool:
+        """Whether it asks for iterations."""
+        return isinstance(self.asked.wants, Step)
+
+    @property
+    def call(self) -> Call | None:
+        """The call in which it waits for all others."""
+        return self.asked.wants if isinstance(self.asked.wants, Call) else None
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether it says that its script's own loop is over, and waits for the end of the run."""
+        return isinstance(self.asked.wants, End)
+
+    @property
     def step(self) -> int:
         """Its place in its script's own loop."""
         return max(0, self.began) + self.done
@@ -173,7 +200,8 @@ class Member:
     @property
     def steps_left(self) -> int:
         """Iterations that its script's own loop has yet to make; 0 if it has none."""
-        return 0 if self.finished or (self.last and not self.call) else max(0, self.steps - self.step)
+        over = isinstance(self.asked.wants, LastRound | End)
+        return 0 if over else max(0, self.asked.steps - self.step)
 
     @property
     def held(self) -> bool:
@@ -212,7 +240,7 @@ class Member:
     @property
     def electable_loss(self) -> float:
         """Its loss; infinite if there is none or it is non-finite, so that it is never preferred."""
-        loss = finite(self.loss)
+        loss = finite(self.asked.loss)
         return math.inf if loss is None else loss
 
 
@@ -368,17 +396,15 @@ class Roster:
 
     def asks(self, member: Member, request: Request) -> None:
         """Note what a member's new request says; its state follows."""
-        if request.last or member.last or member.call:
+        if not (member.iterates and isinstance(request.wants, Step)):
             self.changes.count += 1
-        member.seq, member.answer, member.last = request.seq, None, request.last
-        member.finished, member.steps = request.finished, request.steps
-        member.call, member.numbers = request.call, request.numbers
-        member.loss = request.loss
+        member.asked = Asked(request.seq, request.wants, request.loss, request.steps)
+        member.answer = None
 
     def goes_on(self, member: Member) -> None:
         """Note that a member waits in no call any more: it has an answer, or was interrupted."""
         self.changes.count += 1
-        member.call, member.numbers, member.last = 0, {}, False
+        member.asked = replace(member.asked, wants=STEP)
 
     def dismiss(self, member: Member, reason: Reason) -> None:
         """Note that a member must leave, although the run continues."""

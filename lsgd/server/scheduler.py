@@ -21,18 +21,15 @@ from lsgd.server.waits import Wait
 from lsgd.settings import same_form
 
 
-def serve(state: RunState, member: Member, *, aside: bool = False) -> None:
-    """Answer a new request, unless it is held: with an iteration, its node's round, the end, or why it is cut off.
-
-    ``aside``: a caller waits beside the rounds.
-    """
+def serve(state: RunState, member: Member) -> None:
+    """Answer a new request, unless it is held: with an iteration, its node's round, the end, or why it is cut off."""
     if member.call:
-        meeting.come(state, member, aside=aside)
+        meeting.come(state, member, member.call)
     if state.closed or member.leaving:
         answers.dismiss(state, member)
     elif member.state is MemberState.CUT:
         answers.repeat(state, member)
-    elif member.finished and not state.stopping and (member.synced or state.course.schedule.identical):
+    elif member.has_finished and not state.stopping and (member.synced or state.course.schedule.identical):
         finishes = Why.FINISHES(worker=member.worker, done=member.done)
         state.note(finishes)
         state.roster.move(member, MemberState.FINISHED, finishes)

@@ -222,7 +222,7 @@ class RunState:
 
         A run that ends by time makes them at the rate that it has had since it began, or was resumed.
         """
-        own = [m.steps for m in self._own_loops()]
+        own = [m.asked.steps for m in self._own_loops()]
         by_count = fmean(own) if own and not self.plan.run.iterations else self.limit / members
         passed, made = self._share_of_time(self.now), self.ledger.count - self.ledger.base
         return min(by_count, made / members / passed) if passed else by_count
@@ -233,8 +233,8 @@ class RunState:
 
     def _own_loops(self) -> list[Member]:
         """Return the members whose scripts have loops of their own; once all have left, those that had."""
-        here = [m for m in self.roster.members.values() if m.steps]
-        return here if here or self.roster.members else [m for m in self.roster.left.values() if m.steps]
+        here = [m for m in self.roster.members.values() if m.asked.steps]
+        return here if here or self.roster.members else [m for m in self.roster.left.values() if m.asked.steps]
 
     def _share_of_time(self, now: float) -> float:
         return min(1.0, self.elapsed_s(now) / self.plan.run.seconds) if self.plan.run.seconds else 0.0
@@ -243,7 +243,7 @@ class RunState:
         """Return the completed share of the scripts' own loops; with many workers, as of a moment ago."""
         if now - self._loops[0] >= LOOPS_EVERY_S * len(self.roster.members):
             own = self._own_loops()
-            left = sum(m.steps_left / m.steps for m in own)
+            left = sum(m.steps_left / m.asked.steps for m in own)
             self._loops = now, 1 - left / len(own) if own else 0.0
         return self._loops[1]
 

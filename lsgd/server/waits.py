@@ -86,4 +86,4 @@ def last_holders(state: RunState, now: float) -> Reason:
 
 def others_train(state: RunState, now: float) -> Reason:
     """Workers whose own loop is over wait for the others."""
-    return Why.TRAIN_ON(who=named(m for m in state.roster.members.values() if not m.last) or "one that failed")
+    return Why.TRAIN_ON(who=named(m for m in state.roster.members.values() if m.iterates) or "one that failed")

@@ -215,8 +215,10 @@ class SimulatedWorker:
         probe: Callable[[], float] | None = None,
         speed: float = 1.0,
     ) -> None:
-        if settings.period_is_auto or settings.delay_is_auto:
-            raise ConfigError("simulated workers have no network to measure; set a period and a delay")
+        if settings.period_is_auto:
+            raise ConfigError("simulated workers have no network to measure; set a period")
+        if settings.delay_is_auto:  # where a transfer takes no time
+            settings = settings.with_delay(0)
         self.group = group
         self.parameters = parameters
         self.gradients = gradients

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lsgd.check.check import Check
+from lsgd.check.check import STRAIGHT, Check
 from lsgd.check.runs import Script, Started
 from lsgd.check.verdicts import Verdict
 
@@ -17,6 +17,28 @@ HERE = Path(__file__).parent
 WRONG = sorted((HERE / "wrong").glob("*.py"))
 RIGHT = sorted((HERE / "right").glob("*.py"))
 ALL = frozenset(range(1, 10))
+ONE_RUN = frozenset(STRAIGHT - {1})
+"""The points of which one run of a script is enough."""
+
+MORE: Mapping[str, Collection[int]] = {
+    "accumulates": {6},
+    "batchnorm": {6},
+    "best_of": {1},
+    "closure": {6},
+    "ema_put_back": {6},
+    "gan": ALL,
+    "own_loop": ALL,
+    "pauses": {1},
+    "plan_ends_it": ALL,
+    "steps_by_hand": {1, 7},
+    "stream": {6, 7},
+}
+"""The points of a right script beyond those of one run: all, or those that it is a case of its own for."""
+
+
+def points_of(script: Path) -> frozenset[int]:
+    """Return the points on which a script is checked."""
+    return frozenset({point_of(script)}) if script in WRONG else ONE_RUN.union(MORE.get(script.stem, ()))
 
 
 def point_of(script: Path) -> int:

@@ -11,6 +11,7 @@ from lsgd.client.iteration.grants import GrantClient, Report
 from lsgd.client.iteration.reports import Stopwatch
 from lsgd.errors import LsgdError
 from lsgd.plan.run import RunSettings
+from lsgd.protocol import wants
 from lsgd.protocol.messages import Generation, Go, Met, Request, Round
 
 ROUND = Round(7, Generation.of(1, [(0, 0)], "tcp"), "global", 0, (0,), 0, (), 0, False)
@@ -38,52 +39,45 @@ class Bench:
         self.asked.append(request)
         return self.answers.popleft()
 
-    def next(self) -> Any:
-        self.grants.want_only_round()
+    def next(self, want: wants.Want) -> Any:
+        self.grants.ask_for(want)
         return self.grants.next((0, 0), lockstep=False, look=None, again=False)
 
 
 def test_each_request_of_a_call_has_the_mean_of_the_processes() -> None:
     bench = Bench({"val": 3.0})
     bench.answers += [Go(1, ROUND, 0.5), Met(1, {"val": 5.0}, 2)]
-    bench.grants.call({"val": 1.0})
-    decision = bench.next()
-    assert bench.grants.take(decision.answer) and bench.grants.met is None
-    bench.next()
-    assert bench.grants.met == Met(1, {"val": 5.0}, 2)
-    assert [(r.call, r.numbers, r.last) for r in bench.asked] == [(1, {"val": 2.0}, True)] * 2
+    call = bench.grants.call({"val": 1.0}, aside=False)
+    decision = bench.next(call)
+    assert decision.answer == Go(1, ROUND, 0.5)
+    bench.grants.take(decision.answer)
+    assert bench.next(call).answer == Met(1, {"val": 5.0}, 2)
+    assert [r.wants for r in bench.asked] == [wants.Call(1, {"val": 2.0})] * 2
     assert [r.seq for r in bench.asked] == [1, 2]
 
 
 def test_no_numbers_of_the_processes_are_too_much_for_their_head() -> None:
     bench = Bench({"up": -math.inf, "far": 1.7e308})
     bench.answers.append(Met(1, {}, 2))
-    bench.grants.call({"up": math.inf, "far": 1.7e308})
-    bench.next()
-    assert bench.asked[0].numbers == pytest.approx({"up": math.nan, "far": math.inf}, nan_ok=True)
+    bench.next(bench.grants.call({"up": math.inf, "far": 1.7e308}, aside=False))
+    asked = bench.asked[0].wants
+    assert isinstance(asked, wants.Call)
+    assert asked.numbers == pytest.approx({"up": math.nan, "far": math.inf}, nan_ok=True)
 
 
-def test_after_a_call_requests_are_as_before() -> None:
+def test_after_a_call_requests_are_as_before_and_the_next_call_has_a_higher_number() -> None:
     bench = Bench({})
     bench.answers += [Met(1, {}, 2), Go(2, None, 0.5)]
-    bench.grants.call({})
-    bench.next()
-    assert bench.grants.next((0, 0), lockstep=False, look=None, again=False).answer == Go(2, None, 0.5)
-    assert (bench.asked[-1].seq, bench.asked[-1].call, bench.asked[-1].last) == (2, 0, False)
-
-
-def test_a_call_that_was_interrupted_is_not_made_in_the_next_request() -> None:
-    bench = Bench({})
-    bench.answers += [Go(1, ROUND, 0.5), Go(2, None, 0.5)]
-    bench.grants.call({})
-    bench.next()
-    bench.grants.end_call()
-    bench.grants.next((0, 0), lockstep=False, look=None, again=False)
-    assert [(r.call, r.last) for r in bench.asked] == [(1, True), (0, False)]
+    bench.next(bench.grants.call({}, aside=False))
+    decision = bench.grants.next((0, 0), lockstep=False, look=None, again=False)
+    assert decision.answer == Go(2, None, 0.5)
+    assert (bench.asked[-1].seq, bench.asked[-1].wants) == (2, wants.STEP)
+    bench.grants.take(decision.answer)
+    assert bench.grants.call({}, aside=True) == wants.Call(3, {}, aside=True)
 
 
 def test_processes_that_average_different_numbers_are_an_error() -> None:
     bench = Bench({"other": 3.0})
-    bench.grants.call({"val": 1.0})
+    call = bench.grants.call({"val": 1.0}, aside=False)
     with pytest.raises(LsgdError, match="numbers of different names"):
-        bench.next()
+        bench.next(call)

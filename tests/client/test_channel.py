@@ -18,7 +18,7 @@ from lsgd.client.control import channel as module
 from lsgd.client.control.channel import SAY_EVERY_S, Channel, Clock, Notice
 from lsgd.errors import EvictedError, ExchangeError, JoinError, RunOverError, ServerLostError
 from lsgd.protocol.messages import (
-    Done,
+    Completed,
     Evicted,
     GenerationOver,
     GivenUp,
@@ -306,7 +306,7 @@ def test_a_short_lease_has_five_heartbeats(world, lease_s: float, every_s: float
 def test_nothing_is_lost_while_the_local_server_is_away(world) -> None:
     world.away = True
     for round in range(1, 50):
-        world.channel.send(Done("node0/worker0", 7, round, True, ""))
+        world.channel.send(Completed("node0/worker0", 7, round))
         world.passes(0.2)
     world.away = False
     world.passes(0.1)
@@ -397,19 +397,19 @@ def test_two_threads_may_ask_at_once(server, ask) -> None:
 
 
 def test_messages_keep_their_order_while_the_server_is_away(server, channel, monkeypatch) -> None:
-    channel.send(Done("node0/worker0", 7, 1, True, ""))
-    server.hears(1, Done)
+    channel.send(Completed("node0/worker0", 7, 1))
+    server.hears(1, Completed)
     address, turn, sent = channel.address, channel.turn, list[bool]()
     monkeypatch.setattr(channel, "turn", lambda: sent.append(turn()) or sent[-1])
     server.close()
     # What goes into a connection that has just ended is lost, and what must not be is acknowledged.
     until(lambda: channel.send(StatusQuery(8)) or False in sent, "it knows that the server is away")
     for round in range(2, 50):
-        channel.send(Done("node0/worker0", 7, round, True, ""))
+        channel.send(Completed("node0/worker0", 7, round))
     again = Server(address)
     try:
-        again.hears(48, Done)
-        rounds = [m.round for m in again.got if isinstance(m, Done)]
+        again.hears(48, Completed)
+        rounds = [m.round for m in again.got if isinstance(m, Completed)]
         assert rounds == sorted(rounds) and rounds[-1] == 49
     finally:
         server.listener = again.listener

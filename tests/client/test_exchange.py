@@ -34,7 +34,7 @@ from lsgd.errors import EvictedError, ExchangeError, LsgdError, ServerLostError
 from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan, table_of
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.messages import Done, Generation, Round, Stop
+from lsgd.protocol.messages import Completed, Generation, Round, Stop
 from lsgd.run_folder import checkpoint_path, counts
 from lsgd.scattered import Scattered
 
@@ -875,7 +875,7 @@ def test_the_servers_hear_how_long_transfers_take(switchboard, monkeypatch, dela
     monkeypatch.setattr(members.channels[0], "send", lambda message: (said.append(message), send(message)))
     for id in range(1, 5):
         assert members.run(members.round(id, new=(0, 1) if id == 1 else ())) == [None] * 2
-    assert [0.0 < done.transfer_s < 20.0 for done in said if isinstance(done, Done)] == heard
+    assert [0.0 < done.transfer_s < 20.0 for done in said if isinstance(done, Completed)] == heard
 
 
 @pytest.mark.parametrize("settings", [LocalSettings(period=4, delay=2, compression="none"), replace(LEADER, delay=2)])
@@ -952,7 +952,7 @@ def test_who_leaves_takes_part_in_a_round_of_each_fragment(switchboard) -> None:
             for id in (2, 3):
                 members.rounds[rank].carry_out(members.round(id))
         else:
-            leaver.finish(waits=False)
+            leaver.finish(None)
 
     assert together(leave_or_stay, range(2)) == [None] * 2
     assert next(ids) == 4
@@ -973,7 +973,7 @@ def test_who_leaves_waits_for_what_is_being_exchanged(switchboard) -> None:
         if rank:
             stayer.carry_out(members.round(2))
         else:
-            leaver.finish(waits=False)
+            leaver.finish(None)
             leaver.entry.leave()
 
     assert together(leave_or_stay, range(2)) == [None] * 2
@@ -1030,7 +1030,8 @@ def test_a_run_that_ends_in_a_backward_pass_has_its_checkpoint_and_leaves_a_scal
         def ends(redo: bool) -> bool:
             met.wait(60.0)
             rounds.carry_out(final, redo=redo)
-            return rounds.grants.take(Stop(2, final, "enough"))
+            rounds.grants.take(Stop(2, final, "enough"))
+            return False
 
         rounds.follow = ends
         optimizer.register_step_pre_hook(lambda *_: rounds.before_step(optimizer))

@@ -22,6 +22,7 @@ from lsgd.client import Worker
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.checkpoint.reshard import Resharding
 from lsgd.client.control.island import Island
+from lsgd.client.room import lack_of_room, left_in
 from lsgd.errors import ConfigError
 from lsgd.flat import FlatParameters, describe
 from lsgd.learning_rate import factor, set_rates
@@ -105,7 +106,7 @@ GATES = {f"lstm.weight_{kind}_l{layer}" for kind in ("ih", "hh") for layer in ra
 
 
 @pytest.mark.parametrize("kind", ["muon", "a list", "adamw"])
-def test_the_servers_hear_whether_a_worker_trains_with_muon(monkeypatch, tmp_path, kind: str) -> None:
+def test_the_servers_hear_whether_a_worker_bears_a_delay(monkeypatch, tmp_path, kind: str) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LSGD_ITERATIONS", "1")
     model = mlp()
@@ -115,7 +116,20 @@ def test_the_servers_hear_whether_a_worker_trains_with_muon(monkeypatch, tmp_pat
         "adamw": lambda: torch.optim.AdamW(model.parameters()),
     }
     with Worker.join(model, optimizers[kind]()) as worker:
-        assert worker._membership.join.muon == (kind != "adamw") == worker._steps.rounds._replica.algorithm.muon
+        replica = worker._steps.rounds._replica
+        assert worker._membership.join.bears_delay == (kind != "adamw") == replica.algorithm.muon
+
+
+def test_a_model_that_leaves_no_memory_for_a_copy_has_no_delay(tmp_path) -> None:
+    assert lack_of_room(mlp()) == ""
+    assert "takes about 24000.0 GB" in lack_of_room(nn.Linear(1_000_000, 1_000_000, device="meta"))
+    for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        group = tmp_path / limit
+        group.mkdir()
+        (group / limit).write_text("1000\n"), (group / used).write_text("600\n")
+        assert [*left_in(group)] == [400]
+    (tmp_path / "memory.max" / "memory.max").write_text("max\n")
+    assert [*left_in(tmp_path / "memory.max")] == []
 
 
 @pytest.mark.parametrize(

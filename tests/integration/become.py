@@ -1,9 +1,9 @@
 """Makes a fork of a process that has imported everything what Python would be that was started for a program.
 
 Some start others themselves (``LAUNCHERS``, and whatever a test says does). Such a one works with copies of lsgd's
-modules, and what it starts with Python is a fork of it, with the modules as they were imported. That is a child like
-any other: of its number, session and group, with the descriptors and the output that it was given, and nothing of what
-its parent has made.
+modules, which were made before, or are its own if it is a launcher's child itself. What it starts with Python is a fork
+of it, with the modules as they were imported. That is a child like any other: of its number, session and group, with
+the descriptors and the output that it was given, and nothing of what its parent has made.
 """
 
 import atexit
@@ -11,6 +11,7 @@ import ctypes
 import faulthandler
 import fcntl
 import gc
+import importlib
 import io
 import itertools
 import os
@@ -49,6 +50,8 @@ _registered: list[Callable[..., object]] = []
 """What a launcher wants to be called at its end."""
 _modules: dict[str, ModuleType] = {}
 """lsgd's, as they were imported."""
+_copies: dict[str, ModuleType] = {}
+"""The same again, for a launcher."""
 _path: list[str] = []
 """Where from."""
 _finalizers: set[object] = set()
@@ -109,9 +112,15 @@ def program_of(command: Sequence[str], environ: Mapping[str, str]) -> Program | 
     return None
 
 
-def remember() -> None:
-    """Let the programs begin with what is imported now."""
+def remember(launcher: str = "") -> None:
+    """Let the programs begin with what is imported now; a launcher with copies of its module and what that imports."""
     _modules.update(lsgd_modules())
+    if launcher:
+        forget_modules()
+        importlib.import_module(launcher)
+        _copies.update(lsgd_modules())
+        forget_modules()
+        sys.modules.update(_modules)
     _path.extend(sys.path)
     _finalizers.update(weakref.finalize._registry)  # type: ignore[attr-defined]
 
@@ -209,16 +218,23 @@ def show(command: Sequence[str], environ: Mapping[str, str]) -> None:
 
 def choose_modules(program: Program) -> None:
     """Work with lsgd's modules as they were imported; a launcher with copies, which its children do not see."""
-    for name in lsgd_modules():
-        del sys.modules[name]
+    forget_modules()
     subprocess._fork_exec = _exec  # type: ignore[attr-defined]
     if not program.launches:
         sys.modules.update(_modules)
         return
+    sys.modules.update(_copies)
+    _copies.clear()  # what this one makes of them is not for its children
     subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
     atexit.register = note_exit
     if "DRAWS" not in os.environ:
         sys.modules["matplotlib"] = None  # type: ignore[assignment]
+
+
+def forget_modules() -> None:
+    """Let lsgd be imported anew."""
+    for name in lsgd_modules():
+        del sys.modules[name]
 
 
 def lsgd_modules() -> dict[str, ModuleType]:

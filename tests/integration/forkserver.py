@@ -28,7 +28,7 @@ def serve() -> None:
     """Fork until standard input ends."""
     for name in sys.argv[1].split():
         importlib.import_module(name)
-    remember()
+    remember("lsgd.cli.commands" if "lsgd.cli.commands" in sys.modules else "")
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lsgd.errors import ProtocolError
-from lsgd.protocol import messages
+from lsgd.protocol import messages, wants
 from lsgd.protocol.fields import MAX_ITEMS
 from lsgd.protocol.messages import (
     MAX_NBYTES,
@@ -76,6 +76,7 @@ places = st.lists(st.tuples(integers, integers), max_size=4).map(sorted)
 by_type[Generation] = st.builds(Generation.of, integers, places, texts)
 by_type[Round] = any_of(Round)
 by_type[Round | None] = st.none() | by_type[Round]
+by_type[wants.Want] = st.one_of([any_of(cls) for cls in typing.get_args(wants.Want)])
 any_message = st.one_of([any_of(cls) for cls in CLASSES])
 
 JOIN = Join(PROTOCOL, "node0/worker1", 7, 0, 1, {"torch": "2.13.0"}, "digest", "two tensors", "", "10.0.0.1")
@@ -178,6 +179,7 @@ WRONG: dict[Any, list[Any]] = {
     Place: [None, 1, "a"],
     Generation: [None, 1, "a"],
     Round | None: [1, "a", {}],
+    wants.Want: [None, 1, "a", [], [5], [-1], ["0"], [True]],
 }
 
 

@@ -27,10 +27,10 @@ from lsgd.protocol.frames import pack, unpack
 from lsgd.protocol.messages import (
     PROTOCOL,
     ChangeSettings,
+    Completed,
     Copy,
     Data,
     Dealt,
-    Done,
     Events,
     EventsQuery,
     Generation,
@@ -88,7 +88,7 @@ def samples() -> list[bytes]:
     messages: list[Any] = [
         *(join, WorkerHello(PROTOCOL, 8), WorkerHelloReply(0, "tcp://x:1"), Data(*OTHER, "digest"), Heartbeat(*OTHER)),
         Dealt(*OTHER, "train.py:7", {"length": "9"}, 3, "order"),
-        *(Request(*OTHER, 1, 0, 0, 0, 0.5), Done(*OTHER, 3, True, ""), Pause(*OTHER, 1, 0)),
+        *(Request(*OTHER, 1, 0, 0, 0, 0.5), Completed(*OTHER, 3), Pause(*OTHER, 1, 0)),
         *(Leave(*OTHER, 0, False, "why"), Left(), Put(*OTHER, 1, "key", b"value"), Get(*OTHER, 1, "key")),
         *(NodeHello(PROTOCOL, 0, 1, "host", "0.1.0"), NodeWelcome("run"), NodeLeave(0, 1, "why")),
         *(NodeWelcome("run", (Term(1, 0),), 5, (Place(0, "tcp://x:1"),)), Copy("run", 1, b"state", 0, b"rounds")),

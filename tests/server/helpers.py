@@ -12,16 +12,19 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
+from lsgd.protocol import wants
 from lsgd.protocol.messages import (
     PROTOCOL,
+    Completed,
     Data,
-    Done,
     Downward,
+    Failed,
     Go,
     Heartbeat,
     Join,
     Leave,
     Pause,
+    Probed,
     Refused,
     Request,
     Round,
@@ -184,8 +187,7 @@ class Bench:
         loss: float | None = None,
         same: bool = False,
         dropped: int = 0,
-        last: bool = False,
-        finished: bool = False,
+        wants: wants.Want = wants.STEP,
         **more: object,
     ) -> dict[str, list[Downward]]:
         """Ask for the next iteration, having done the last; or, with ``same``, again for the same one."""
@@ -194,9 +196,7 @@ class Bench:
             self.seqs[place] += 1
         return self.say(
             Request(
-                *(*self.who(place), self.seqs[place], self.done[place], self.committed[place], dropped, loss),
-                last=last or finished,
-                finished=finished,
+                *(*self.who(place), self.seqs[place], self.done[place], self.committed[place], dropped, loss, wants),
                 **more,  # type: ignore[arg-type]
             )
         )
@@ -206,7 +206,7 @@ class Bench:
         self.done[place] += did
         seq = self.seqs[place] + 1
         progress = (self.done[place], self.committed[place], 0)
-        self.say(Request(*self.who(place), seq, *progress, None, ahead=True))
+        self.say(Request(*self.who(place), seq, *progress, None, wants=wants.More()))
         for answer in self.got.get(place, []):
             assert isinstance(answer, Go) and answer.round is None and answer.seq == seq
             self.seqs[place] = seq
@@ -223,8 +223,9 @@ class Bench:
     ) -> dict[str, list[Downward]]:
         self.committed[place] = round
         order = self.member(place).round
-        missed = () if order and order.round.id == round and order.round.probe else None
-        return self.say(Done(*self.who(place), round, True, "", missed=missed, lacking=lacking, transfer_s=transfer_s))
+        if order and order.round.id == round and order.round.probe:
+            self.say(Probed(*self.who(place), round, ()))
+        return self.say(Completed(*self.who(place), round, lacking=lacking, transfer_s=transfer_s))
 
     def complete_all(self, *places: str, transfer_s: float = 0.0) -> None:
         for place in places:
@@ -235,7 +236,7 @@ class Bench:
     def fail(
         self, place: str, round: int, error: str = "peer closed", broken: tuple[int, ...] = ()
     ) -> dict[str, list[Downward]]:
-        return self.say(Done(*self.who(place), round, False, error, broken))
+        return self.say(Failed(*self.who(place), round, error, broken))
 
     def pause(self, place: str, *, did: bool = True) -> dict[str, list[Downward]]:
         self.done[place] += did
@@ -309,7 +310,7 @@ def _check_nobody_waits_in_vain(state: RunState) -> None:
     roster, tokens, everybody = state.roster, state.ledger.tokens, list(state.roster.members.values())
     for member in everybody:
         group = roster.queue_of(member)
-        if member.held and member.synced and group and not (member.last or state.course.schedule.lockstep):
+        if member.held and member.synced and group and member.iterates and not state.course.schedule.lockstep:
             assert tokens < 1 or group.tokens < 1
         if member.held or member.state is MemberState.CUT:
             assert not state.closed

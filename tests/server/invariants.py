@@ -77,7 +77,7 @@ SAID_AGAIN = ("run", "count", "base", "unheard", "changes", "elapsed_s")
 """What the journal has now and then only, because members say it again, or because it is a time; and its name."""
 
 MEMBER_SAYS_AGAIN = (
-    *("done", "committed", "granted", "seq", "loss", "steps", "sent_nbytes"),
+    *("done", "committed", "granted", "sent_nbytes"),
     "has",  # it has completed a round, or says so again
     "usual",
 )
@@ -131,4 +131,5 @@ def _to_keep(state: RunState) -> str:
 def _member_to_keep(saved: dict[str, Any]) -> dict[str, Any]:
     live = MemberState[saved["state"]].live or saved["state"] == "CUT"  # its request comes again
     kept = {name: what for name, what in saved.items() if name not in MEMBER_SAYS_AGAIN}
-    return kept | {"state": "BUSY" if live else saved["state"]}
+    _, wants, *_ = saved["asked"]
+    return kept | {"state": "BUSY" if live else saved["state"], "asked": wants}

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lsgd.plan.plan import Plan
+from lsgd.protocol import wants
 from lsgd.protocol.messages import (
-    Done,
+    Completed,
     Downward,
+    Failed,
     GenerationOver,
     Go,
     Heartbeat,
@@ -134,10 +136,10 @@ class SimulatedWorker:
         self.state = "waiting"
         loss = self.run.random.choice([None, float("nan"), self.run.random.random(), float("inf")])
         progress = (self.done, self.committed, self.dropped)
-        own: dict[str, Any] = {"last": self.last, "finished": self.finished, "steps": self.run.own_steps}
+        want: wants.Want = wants.End() if self.finished else wants.Round() if self.last else wants.STEP
         if self.meets:
-            own |= {"last": True, "call": len(self.met) + 1, "numbers": {"value": self.value}}
-        self.ask(Request(self.name, self.incarnation, self.seq, *progress, loss, **own))
+            want = wants.Call(len(self.met) + 1, {"value": self.value})
+        self.ask(Request(self.name, self.incarnation, self.seq, *progress, loss, want, self.run.own_steps))
 
     def next_request(self) -> None:
         """Go on with what was granted ahead, or ask."""
@@ -158,7 +160,7 @@ class SimulatedWorker:
         lockstep = self.run.state.course.schedule.lockstep
         if most and self.left <= self.last_grant // 2 and self.ahead is None and not lockstep:
             self.ahead = self.seq + 1
-            self.say(Request(self.name, self.incarnation, self.ahead, self.done, self.committed, 0, None, True))
+            self.say(Request(self.name, self.incarnation, self.ahead, self.done, self.committed, 0, None, wants.More()))
 
     def give_back_ahead(self) -> None:
         self.left, self.recalled, self.granted_ahead = 0, False, None
@@ -219,14 +221,14 @@ class SimulatedWorker:
         """The round failed here."""
         if self.state == "exchanging":
             self.dropped = self.round.id
-            self.say(Done(self.name, self.incarnation, self.round.id, False, "a peer closed", broken))
+            self.say(Failed(self.name, self.incarnation, self.round.id, "a peer closed", broken))
             self.request()
 
     def commit(self) -> None:
         if self.state == "exchanging":
             self.committed = self.round.id
             self.run.completed(self)
-            self.say(Done(self.name, self.incarnation, self.round.id, True, ""))
+            self.say(Completed(self.name, self.incarnation, self.round.id))
             self.after_round()
 
     def after_round(self) -> None:

@@ -16,8 +16,9 @@ from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import (
-    Done,
+    Completed,
     Evicted,
+    Failed,
     GenerationOver,
     Go,
     Heartbeat,
@@ -1063,8 +1064,8 @@ def test_a_late_word_of_an_old_round_changes_nothing() -> None:
     for place in ("00", "01"):
         bench.ask(place, same=True, dropped=1)
     assert bench.round("00", "01").id == 2
-    bench.say(Done("node0/worker0", 1, 1, False, "late"))
-    bench.say(Done("node0/worker0", 1, 1, True, ""))
+    bench.say(Failed("node0/worker0", 1, 1, "late"))
+    bench.say(Completed("node0/worker0", 1, 1))
     assert list(bench.book.open) == [2] and not bench.roster.broken
 
 

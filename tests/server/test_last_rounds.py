@@ -3,6 +3,7 @@
 import pytest
 
 from lsgd.algorithms.allreduce import AllReduceSettings
+from lsgd.protocol import wants
 from lsgd.protocol.messages import Go, Stop
 from lsgd.server.books import MAX_FAILED_ROUNDS
 
@@ -17,8 +18,8 @@ def leave_after(bench: Bench, *places: str) -> None:
 def test_all_that_leave_make_the_consensus() -> None:
     bench = started("00", "01", "10", "11")
     for place in ("00", "01", "10"):
-        assert not bench.ask(place, last=True)  # though there are tokens
-    order = bench.round_of("00") if bench.ask("11", last=True) else None
+        assert not bench.ask(place, wants=wants.Round())  # though there are tokens
+    order = bench.round_of("00") if bench.ask("11", wants=wants.Round()) else None
     assert order is not None and order.final and order.scope == "global"
     assert all(isinstance(bench.only(place), Stop) for place in ("00", "01", "10", "11"))
     assert "all workers leave after 4 iterations" in bench.state.stopping
@@ -30,7 +31,7 @@ def test_all_that_leave_make_the_consensus() -> None:
 
 def test_one_that_leaves_takes_part_in_the_next_global_round_and_its_tokens_go_to_the_others() -> None:
     bench = started("00", "10", period=4, local_period=4)
-    assert not bench.ask("10", last=True)
+    assert not bench.ask("10", wants=wants.Round())
     while not bench.got.get("10"):
         bench.ask("00")
     order = bench.round("00", "10")
@@ -47,25 +48,25 @@ def test_one_that_leaves_takes_part_in_the_next_global_round_and_its_tokens_go_t
 
 def test_a_local_round_is_made_before_and_the_last_request_comes_again() -> None:
     bench = started("00", "01", "10", period=8, local_period=2)
-    assert not bench.ask("00", last=True)
+    assert not bench.ask("00", wants=wants.Round())
     while not bench.got.get("00"):
         bench.ask("01")
     assert bench.round("00", "01").scope == "local"
     bench.complete_all("00", "01")
-    assert not bench.ask("00", did=False, last=True)
+    assert not bench.ask("00", did=False, wants=wants.Round())
     assert not bench.state.stopping
 
 
 def test_where_models_are_identical_the_others_go_on_at_once() -> None:
     bench = started("00", "01", algorithm=AllReduceSettings())
-    bench.ask("00", last=True)
+    bench.ask("00", wants=wants.Round())
     bench.ask("01")
     stop, go = bench.only("00"), bench.only("01")
     assert isinstance(stop, Stop) and stop.round is None and not stop.failed and stop.reason.code == "goes_on"
     assert isinstance(go, Go) and go.round is not None and go.round.generation.members == ("node0/worker1",)
     bench.leave("00")
     bench.complete_all("01")
-    bench.ask("01", last=True)
+    bench.ask("01", wants=wants.Round())
     assert bench.round("01").final
 
 
@@ -73,7 +74,7 @@ def test_where_only_newcomers_stay_they_get_the_model_and_the_run_ends() -> None
     bench = started("00", algorithm=AllReduceSettings())
     bench.join("01")
     bench.ask("01")
-    bench.ask("00", last=True)
+    bench.ask("00", wants=wants.Round())
     order = bench.round("00", "01")
     assert order.final and order.new == (1,) and "all workers that have the run's model leave" in bench.state.stopping
 
@@ -82,7 +83,7 @@ def test_where_only_newcomers_stay_they_get_the_model_and_the_run_ends() -> None
 def test_the_last_that_have_the_model_wait_for_one_that_goes_on(comes) -> None:
     bench = started("00", "10")
     bench.pause("10")
-    assert not bench.ask("00", last=True)
+    assert not bench.ask("00", wants=wants.Round())
     assert bench.waits() == "last_holders"
     assert not bench.tick(500.0)
     if comes == "back":
@@ -114,8 +115,8 @@ def test_a_run_whose_last_round_keeps_failing_ends_in_vain_and_says_so() -> None
 
 def test_a_request_after_a_restart_says_again_that_it_is_the_last() -> None:
     bench = started("00")
-    bench.ask("00", last=True)
+    bench.ask("00", wants=wants.Round())
     assert bench.round("00").final
     bench.fail("00", bench.member("00").round.round.id)
-    bench.ask("00", same=True, dropped=2, last=True)
+    bench.ask("00", same=True, dropped=2, wants=wants.Round())
     assert bench.round("00").final

@@ -2,6 +2,7 @@
 
 import pytest
 
+from lsgd.protocol import wants
 from lsgd.protocol.messages import Go, NodeLeave, Pause, Recall, Request, Stop, StopRun
 from lsgd.server.roster import MemberState
 
@@ -59,11 +60,11 @@ def test_a_grant_ahead_that_was_lost_is_given_again_and_what_was_made_counts_onc
 def test_a_request_ahead_that_comes_late_changes_nothing() -> None:
     bench = started("00", "01", period=9, local_period=9)
     bench.ask("00")
-    late = Request(*bench.who("00"), 2, 0, 1, 0, None, ahead=True)
+    late = Request(*bench.who("00"), 2, 0, 1, 0, None, wants=wants.More())
     assert bench.say(late) == {} and bench.member("00").granted == 1
     bench.ask("00")
     bench.pause("00")
-    assert bench.say(Request(*bench.who("00"), 9, 0, 1, 0, None, ahead=True)) == {}
+    assert bench.say(Request(*bench.who("00"), 9, 0, 1, 0, None, wants=wants.More())) == {}
     assert bench.member("00").state is MemberState.PAUSED and bench.ledger.count == 3
 
 
@@ -130,7 +131,7 @@ def test_who_has_only_its_next_iteration_is_not_asked_for_it() -> None:
 def test_who_has_made_what_it_was_granted_ahead_is_not_asked_for_it() -> None:
     bench = started("00", "01", "10", period=18, local_period=9, lookahead=2)
     assert bench.ask_ahead("01") is not None and bench.member("01").granted == 3
-    bench.say(Request(*bench.who("01"), bench.seqs["01"], 1, 1, 0, None, ahead=True))  # it has made one of them
+    bench.say(Request(*bench.who("01"), bench.seqs["01"], 1, 1, 0, None, wants=wants.More()))  # it has made one of them
     assert bench.member("01").granted == 2
     while bench.member("00").state is MemberState.BUSY:
         bench.ask("00")
@@ -151,7 +152,7 @@ def test_a_stop_and_the_end_of_a_node_ask_for_what_was_granted_ahead() -> None:
 
 def test_who_trains_and_asks_ahead_is_no_straggler_while_another_waits() -> None:
     bench = started("00", "01", period=100, local_period=100, patience_s=30.0)
-    bench.ask("00", last=True)
+    bench.ask("00", wants=wants.Round())
     assert bench.ask_ahead("01") is not None
     for _ in range(5):
         bench.tick(20.0)

@@ -14,6 +14,7 @@ from lsgd.algorithms.local import LocalSettings
 from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
+from lsgd.protocol import wants
 from lsgd.protocol.messages import Evicted, Met, NodeLeave, Request, Stop, StopRun, Waiting
 from lsgd.server.journal import capture, restore
 from lsgd.server.roster import MemberState
@@ -27,19 +28,20 @@ from .simulated_run import Faults, SimulatedRun
 def meet(bench: Bench, place: str, number: int = 1, **values: float) -> None:
     """Make a call, or repeat it."""
     member = bench.roster.members.get(bench.who(place)[0])
-    same = member is not None and member.call == number and member.round is None and member.held
-    bench.ask(place, same=same, did=not same and bench.seqs[place] > 0, last=True, call=number, numbers=values)
+    again = member is not None and member.call is not None and member.call.number == number
+    same = again and member.round is None and member.held
+    bench.ask(place, same=same, did=not same and bench.seqs[place] > 0, wants=wants.Call(number, values))
 
 
 def test_rounds_continue_without_a_caller_that_has_other_weights_than_it_trains() -> None:
     bench = started("00", "01", period=4)
-    bench.ask("01", last=True, call=1, aside=True)
+    bench.ask("01", wants=wants.Call(1, aside=True))
     assert bench.member("01").state is MemberState.PAUSED
     while bench.member("00").round is None:
         bench.ask("00")
     assert bench.round("00").generation.members == ("node0/worker0",)
     bench.complete_all("00")
-    bench.ask("00", last=True, call=1)
+    bench.ask("00", wants=wants.Call(1))
     assert all(isinstance(bench.only(place), Met) for place in ("00", "01"))
     assert bench.member("01").state is MemberState.BUSY
 
@@ -124,12 +126,12 @@ def test_who_goes_on_alone_after_a_call_takes_no_iteration_with_it() -> None:
     for place in ("00", "10"):
         meet(bench, place)
     left = bench.ledger.tokens
-    bench.ask("00", did=False, last=True, call=2)
+    bench.ask("00", did=False, wants=wants.Call(2))
     bench.tick(2 * bench.state.patience_s)
     assert bench.member("10").state is MemberState.BUSY and bench.ledger.tokens == left, "the call alone waits for it"
-    bench.ask("10", did=False, last=True, call=2)
+    bench.ask("10", did=False, wants=wants.Call(2))
     assert bench.only("00") == Met(2, {}, 2)
-    bench.ask("00", did=False, last=True)
+    bench.ask("00", did=False, wants=wants.Round())
     bench.tick(2 * bench.state.patience_s)
     assert bench.member("10").state is MemberState.STRAGGLER and bench.member("10").granted == 0
     assert bench.ledger.tokens == left
@@ -170,7 +172,7 @@ def test_a_newcomer_that_is_in_a_round_is_answered_after_it() -> None:
     meet(bench, "00", val=1.0)
     assert not bench.got
     bench.complete_all("02")
-    bench.ask("02", did=False, last=True, call=1)
+    bench.ask("02", did=False, wants=wants.Call(1))
     assert bench.got == {"02": [Met(1, {}, 1)]}
 
 
@@ -181,7 +183,7 @@ def test_an_answer_that_was_lost_before_a_stop_is_given_after_the_next_one() -> 
     meet(bench, "00", 2)
     bench.say(StopRun("enough"))
     assert bench.got["00"] == [Met(2, {}, 1)]
-    bench.ask("01", same=True, last=True, call=1)
+    bench.ask("01", same=True, wants=wants.Call(1))
     assert bench.only("01") == Met(1, {}, 2)
 
 
@@ -224,7 +226,7 @@ def test_one_who_came_and_died_before_the_last_does_not_count() -> None:
 def test_one_who_has_finished_is_not_waited_for() -> None:
     bench = started("00", "01")
     meet(bench, "01", v=1.0)
-    bench.ask("00", last=True, steps=9)
+    bench.ask("00", wants=wants.Round(), steps=9)
     assert Met(1, {"v": 1.0}, 1) in bench.got["01"]
 
 
@@ -255,17 +257,17 @@ def test_different_calls_are_an_error_for_the_second() -> None:
         isinstance(met, Met) and "node0/worker1 calls barrier(), and node0/worker0 waits in mean() of val" in met.error
     )
     for _ in range(2):  # the answer was lost, and then the server
-        bench.ask("01", same=True, last=True, call=1)
+        bench.ask("01", same=True, wants=wants.Call(1))
         assert bench.only("01") == met
         bench.coordinator.state = restore(json.loads(json.dumps(capture(bench.state, bench.now))), bench.now)
-    bench.ask("00", same=True, last=True, call=1, numbers={"val": 1.0})
+    bench.ask("00", same=True, wants=wants.Call(1, {"val": 1.0}))
     meet(bench, "01", 2, val=3.0)
     assert bench.only("00") == Met(1, {"val": 2.0}, 2)
 
 
 def test_a_process_that_is_no_member_is_told_so() -> None:
     bench = started("00", "01")
-    request = Request("node0/worker1", 77, 1, 0, 0, 0, None, call=1)
+    request = Request("node0/worker1", 77, 1, 0, 0, 0, None, wants.Call(1))
     ((_, _, answer),) = bench.coordinator.handle(request, bench.now).answers
     assert isinstance(answer, Evicted)
 

@@ -12,7 +12,19 @@ from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import RoundCompleted
-from lsgd.protocol.messages import Data, Done, Evicted, Go, NodeLeave, Refused, Stop, StopRun, Term, Waiting, Welcome
+from lsgd.protocol.messages import (
+    Completed,
+    Data,
+    Evicted,
+    Go,
+    NodeLeave,
+    Refused,
+    Stop,
+    StopRun,
+    Term,
+    Waiting,
+    Welcome,
+)
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.journal import VERSION, capture, restore, taken_over
 from lsgd.server.report import report
@@ -138,11 +150,11 @@ def test_those_who_wait_for_others_are_not_given_up_at_once() -> None:
 
 def test_the_bytes_of_a_round_are_those_since_the_one_before() -> None:
     bench = started("00", period=1, local_period=1)
-    bench.say(Done(*bench.who("00"), 1, True, "", sent_nbytes=100))
+    bench.say(Completed(*bench.who("00"), 1, sent_nbytes=100))
     bench.committed["00"] = 1
     bench.ask("00")
     reborn(bench)
-    decision = bench.coordinator.handle(Done(*bench.who("00"), 2, True, "", sent_nbytes=130), bench.now)
+    decision = bench.coordinator.handle(Completed(*bench.who("00"), 2, sent_nbytes=130), bench.now)
     assert [e.sent_nbytes for e in decision.happened if isinstance(e, RoundCompleted)] == [30]
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from lsgd.algorithms import ALGORITHMS
+from lsgd.protocol import wants
 from lsgd.protocol.messages import Request
 from lsgd.server import next_step, scheduler, waits
 from lsgd.server.books import MAX_FAILED_ROUNDS
@@ -16,13 +17,15 @@ from lsgd.server.waits import Wait
 from .helpers import Bench, Lockstep, started
 
 
-def step_after(bench: Bench, monkeypatch: pytest.MonkeyPatch, *places: str, last: bool = False) -> Step | Wait:
+def step_after(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, *places: str, want: wants.Want = wants.STEP
+) -> Step | Wait:
     """Return what the run does once these members have asked; nobody carries it out."""
     with monkeypatch.context() as patched:
         patched.setattr(scheduler, "advance", lambda state: None)
         for place in places:
             seq, done = bench.seqs[place] + 1, bench.done[place] + (bench.seqs[place] > 0)
-            request = Request(*bench.who(place), seq, done, bench.committed[place], 0, None, last=last)
+            request = Request(*bench.who(place), seq, done, bench.committed[place], 0, None, want)
             bench.coordinator.handle(request, bench.now)
     before = json.dumps(capture(bench.state, bench.now))
     step = next_step.choose(bench.state)
@@ -69,7 +72,7 @@ def test_the_last_iterations_are_served_without_a_round(monkeypatch) -> None:
 @pytest.mark.parametrize("name", ["leader", "allreduce"])
 def test_a_run_that_all_leave_ends(monkeypatch, name) -> None:
     bench = started("00", "01", algorithm=ALGORITHMS[name]())
-    step = step_after(bench, monkeypatch, "00", "01", last=True)
+    step = step_after(bench, monkeypatch, "00", "01", want=wants.Round())
     assert isinstance(step, EndRun) and step.reason.code == "all_leave"
 
 

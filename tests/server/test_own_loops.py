@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lsgd.algorithms.allreduce import AllReduceSettings
+from lsgd.protocol import wants
 from lsgd.protocol.messages import Go, NodeLeave, Stop, StopRun, Waiting, Welcome
 from lsgd.server.journal import capture, restore
 from lsgd.server.report import summary
@@ -35,7 +36,7 @@ def train(bench: Bench, place: str, steps: int) -> None:
 
 def finish(bench: Bench, place: str, *others: str) -> None:
     """End a worker's loop: it takes part in one more global round, and waits for the end; others train until then."""
-    bench.ask(place, last=True, steps=STEPS)
+    bench.ask(place, wants=wants.Round(), steps=STEPS)
     while True:
         for other in others:
             if bench.member(place).round is None and not bench.member(other).held:
@@ -48,22 +49,22 @@ def finish(bench: Bench, place: str, *others: str) -> None:
         if opened.round.final:
             return
         if opened.round.scope == "global":
-            bench.ask(place, did=False, finished=True, steps=STEPS)
+            bench.ask(place, did=False, wants=wants.End(), steps=STEPS)
             return
-        bench.ask(place, did=False, last=True, steps=STEPS)
+        bench.ask(place, did=False, wants=wants.Round(), steps=STEPS)
 
 
 def test_one_who_has_finished_waits_outside_rounds_and_gets_the_consensus() -> None:
     bench = started("00", "01")
     finish(bench, "00", "01")
     assert bench.member("00").state is MemberState.FINISHED and bench.codes == ["finishes"]
-    bench.ask("00", same=True, did=False, finished=True, steps=STEPS)
+    bench.ask("00", same=True, did=False, wants=wants.End(), steps=STEPS)
     assert "node0/worker1, still in the loop" in bench.only("00").reason  # type: ignore[union-attr]
     before = bench.book.ordered["global"]
     train(bench, "01", 20)
     assert bench.book.ordered["global"] > before, "the other one has its rounds"
     assert bench.state.stage == "running"
-    bench.ask("01", last=True, steps=STEPS)
+    bench.ask("01", wants=wants.Round(), steps=STEPS)
     final = bench.round_of("00")
     assert final.final and final.new == (0,), "it takes over the model of those that trained on"
     assert bench.state.stopping.code == "all_finished" and bench.round_of("01") is final
@@ -74,7 +75,7 @@ def test_when_all_have_left_the_run_has_made_all_its_iterations() -> None:
     for place in ("00", "01"):
         train(bench, place, 3)
     finish(bench, "00", "01")
-    bench.ask("01", last=True, steps=STEPS)
+    bench.ask("01", wants=wants.Round(), steps=STEPS)
     bench.complete_all("00", "01")
     bench.leave("00")
     bench.leave("01")
@@ -95,7 +96,7 @@ def test_one_who_has_finished_gives_the_run_s_model_to_a_worker_that_comes_back_
 
 def test_the_run_ends_with_the_model_of_one_who_has_finished_if_nobody_else_has_one() -> None:
     bench = started("00", "01", algorithm=AllReduceSettings())
-    bench.ask("00", finished=True, steps=STEPS)
+    bench.ask("00", wants=wants.End(), steps=STEPS)
     train(bench, "01", 3)
     assert bench.member("00").has is Has.OLDER
     bench.leave("01", failed=True)
@@ -176,7 +177,7 @@ def test_who_failed_in_the_middle_has_time_to_come_back() -> None:
     bench.ask("01", steps=STEPS)
     assert bench.round("00", "01").new == (1,), "who has finished gives it the model"
     bench.complete_all("00", "01")
-    bench.ask("00", did=False, finished=True, steps=STEPS)
+    bench.ask("00", did=False, wants=wants.End(), steps=STEPS)
     train(bench, "01", 5)
     assert bench.state.stage == "running"
 
@@ -210,7 +211,7 @@ def test_one_that_hangs_before_another_ends_its_loop_is_waited_for_as_long(how: 
     bench = started("00", "01", patience_s=5.0)
     if how == "pauses":
         bench.pause("01")
-    bench.ask("00", last=True, steps=STEPS)
+    bench.ask("00", wants=wants.Round(), steps=STEPS)
     bench.tick(45.0)
     assert bench.member("00").held and bench.state.stage == "running"
     bench.tick(15.0)
@@ -259,7 +260,7 @@ def test_a_finished_worker_hears_of_any_other_end(ends) -> None:
 
 def test_where_models_are_identical_no_other_round_is_needed() -> None:
     bench = started("00", "01", plan=make_plan(algorithm=AllReduceSettings(), workers=2))
-    bench.ask("00", finished=True, steps=STEPS)
+    bench.ask("00", wants=wants.End(), steps=STEPS)
     assert bench.member("00").state is MemberState.FINISHED
     bench.ask("01", steps=STEPS)
     assert bench.round("01").generation.members == ("node0/worker1",)
@@ -267,17 +268,17 @@ def test_where_models_are_identical_no_other_round_is_needed() -> None:
 
 def test_a_last_round_that_fails_is_made_again_by_those_that_have_finished() -> None:
     bench = started("00", "01", "02")
-    bench.ask("00", last=True, steps=STEPS)
+    bench.ask("00", wants=wants.Round(), steps=STEPS)
     finish(bench, "01", "02")
     bench.complete_all("00")
-    bench.ask("00", did=False, finished=True, steps=STEPS)
+    bench.ask("00", did=False, wants=wants.End(), steps=STEPS)
     assert bench.member("00").state is bench.member("01").state is MemberState.FINISHED
     bench.leave("02")
     final = bench.round_of("00")
     assert final.final and bench.round_of("01") is final
     bench.fail("00", final.id)
     for place in ("00", "01"):
-        bench.ask(place, same=True, dropped=final.id, finished=True, steps=STEPS)
+        bench.ask(place, same=True, dropped=final.id, wants=wants.End(), steps=STEPS)
     again = bench.round_of("00")
     assert again.final and bench.round_of("01") is again
 
@@ -287,9 +288,9 @@ def test_a_restarted_server_knows_who_has_finished() -> None:
     finish(bench, "00", "01")
     bench.coordinator.state = restore(capture(bench.state, bench.now), bench.now)
     assert bench.state.first == "node0/worker0" and bench.state.expected == 2 * STEPS - (STEPS - bench.done["00"])
-    bench.ask("00", same=True, did=False, finished=True, steps=STEPS)
+    bench.ask("00", same=True, did=False, wants=wants.End(), steps=STEPS)
     assert isinstance(bench.only("00"), Waiting)
-    bench.ask("01", last=True, steps=STEPS)
+    bench.ask("01", wants=wants.Round(), steps=STEPS)
     assert bench.round_of("00").final
 
 

@@ -57,7 +57,7 @@ class Timed:
     ) -> None:
         self.bench, self.steps = Bench(plan=make_plan(algorithm=settings, workers=2, **run)), loop[1]
         for place, has in zip(PAIR, muon, strict=True):
-            self.bench.join(place, step=loop[0], resumed=resumed, muon=has)
+            self.bench.join(place, step=loop[0], resumed=resumed, bears_delay=has)
         self.ask_all()
         self.bench.complete_all(*PAIR)
         self.step_s, self.round_s, self.transfer_s = 0.01, 0.1, 0.0
@@ -322,7 +322,7 @@ def test_there_is_no_delay_while_a_newcomer_downloads() -> None:
     bench, schedule = timed.bench, lambda: timed.bench.state.course.schedule
     timed.stretches(3)
     assert schedule().delay == 5
-    bench.join("20", muon=True)
+    bench.join("20", bears_delay=True)
     bench.ask("20")
     places = (*PAIR, "20")
 

@@ -21,7 +21,7 @@ from lsgd.protocol.events import (
     encode_event,
 )
 from lsgd.protocol.fields import packed
-from lsgd.protocol.messages import MAX_NBYTES, Done, Heartbeat, Leave, encode
+from lsgd.protocol.messages import MAX_NBYTES, Completed, Heartbeat, Leave, encode
 from lsgd.server import stream as streams
 from lsgd.server.report import progress
 from lsgd.server.stream import Stream
@@ -63,7 +63,7 @@ def test_a_run_tells_of_its_workers_rounds_and_states() -> None:
 
     bench.now += 0.5
     for place, sent_nbytes in (("00", 100), ("01", 50)):
-        bench.say(Done(*bench.who(place), 1, True, "", sent_nbytes=sent_nbytes))
+        bench.say(Completed(*bench.who(place), 1, sent_nbytes=sent_nbytes))
     assert bench.take(RoundCompleted) == [RoundCompleted(1, 0.5, 150)]
 
     bench.ask("00")
@@ -104,9 +104,9 @@ def test_a_failed_round_is_told_and_a_new_period_with_the_next_progress() -> Non
 def test_bytes_that_a_member_did_not_say_are_unknown() -> None:
     bench = Told("00", "01")
     bench.ask_all("00", "01")
-    bench.say(Done(*bench.who("00"), 1, True, "", sent_nbytes=100))
+    bench.say(Completed(*bench.who("00"), 1, sent_nbytes=100))
     bench.committed["01"] = 1
-    bench.ask("01")  # its Done was lost
+    bench.ask("01")  # its Completed was lost
     assert bench.take(RoundCompleted) == [RoundCompleted(1, 0.0, None)]
 
 

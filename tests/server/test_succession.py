@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from lsgd.protocol import wants
 from lsgd.protocol.messages import (
     PROTOCOL,
     ChangeSettings,
@@ -234,7 +235,7 @@ def test_who_has_completed_a_later_round_is_in_the_open_one_no_more() -> None:
     takes(bench, 1, 2)
     assert list(bench.book.open) == [2]
     bench.committed["20"] = 3
-    bench.ask("20", ahead=True)
+    bench.ask("20", wants=wants.More())
     assert not bench.book.open and "node2/worker0: it skipped the round" in bench.notes[0]
 
 

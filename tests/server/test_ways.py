@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lsgd.protocol.messages import Done
+from lsgd.protocol.messages import Completed, Probed
 from lsgd.server.links import Ways
 from lsgd.server.report import report
 
@@ -38,20 +38,22 @@ def tcp(*places: str) -> Bench:
     return Bench(*places, period=1, local_period=1, transport="tcp")
 
 
-def find(bench: Bench, place: str, *missed: int) -> None:
+def find(bench: Bench, place: str, *missed: int) -> list[str]:
+    """Complete a round, and say first what it has found; return what the server says of that."""
     order = bench.member(place).round
     assert order is not None
-    bench.say(Done(*bench.who(place), order.round.id, True, "", missed=missed))
+    bench.say(Probed(*bench.who(place), order.round.id, missed))
+    notes = bench.notes
+    bench.say(Completed(*bench.who(place), order.round.id))
+    return notes
 
 
 def test_nodes_that_were_not_tried_are_and_the_next_generations_are_told() -> None:
     bench = tcp("00", "10")
     bench.ask_all("00", "10")
     assert bench.round("00", "10").probe
-    find(bench, "00", 0, 1, 1, 0)
-    assert bench.notes == ["node0 and node1 cannot reach each other, and exchange through the relay"]
-    find(bench, "10", 0, 1, 1, 0)
-    assert bench.notes == []  # it is known
+    assert find(bench, "00", 0, 1, 1, 0) == ["node0 and node1 cannot reach each other, and exchange through the relay"]
+    assert find(bench, "10", 0, 1, 1, 0) == []  # it is known
     assert json.loads(report(bench.state, bench.now))["ways"] == [{"nodes": [0, 1], "way": "through the relay"}]
     bench.ask_all("00", "10")
     assert not bench.round("00", "10").probe
@@ -82,6 +84,5 @@ def test_more_pairs_than_a_sentence_has_room_for() -> None:
     bench = tcp(*places)
     bench.ask_all(*places)
     bench.round(*places)
-    find(bench, "00", *(node for a in range(4) for b in range(4) for node in (a, b)))
-    (note,) = bench.notes
+    (note,) = find(bench, "00", *(node for a in range(4) for b in range(4) for node in (a, b)))
     assert note.endswith("node1 and node2 cannot reach each other, and exchange through the relay (and 2 more pairs)")

@@ -157,17 +157,18 @@ def join_run(
     island: Island,
     step: int = 0,
     *,
-    muon: bool = False,
+    bears_delay: bool = False,
 ) -> Membership:
     """Join the run of a local server; raises as ``Worker.join``.
 
     All processes of an island call this. ``load`` restores the checkpoint of the worker with this name, whose model has
-    this digest and summary, and returns where it is from. ``step``: place in the script's own loop. ``muon``: whether
-    that is the worker's optimizer.
+    this digest and summary, and returns where it is from. ``step``: place in the script's own loop. ``bears_delay``:
+    whether the servers may choose a delay.
     """
     identity, channel = found.identity, found.channel
     interface = _interface(found.global_address)
-    join = replace(_introduction(model, identity, found.node, interface.address, load), step=int(step), muon=muon)
+    join = replace(_introduction(model, identity, found.node, interface.address, load), step=int(step))
+    join = replace(join, bears_delay=bears_delay)
     try:
         welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island.shards))
     except RunOverError as error:

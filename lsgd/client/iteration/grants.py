@@ -1,19 +1,24 @@
 """How a worker gets its iterations: it asks the servers, one request after another and ahead of need."""
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lsgd.client.control.channel import Expected, Notice
-from lsgd.client.control.joining import Membership
-from lsgd.client.iteration.replica import Look
-from lsgd.client.iteration.reports import ElectionInput, Stopwatch
 from lsgd.errors import ExchangeError, JoinError, LsgdError, ServerLostError
 from lsgd.means import mean_of
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Go, Met, Pause, Paused, Request, Stop
+from lsgd.protocol.wants import STEP, Call, End, More, Step, Want
+
+if TYPE_CHECKING:
+    from lsgd.client.control.joining import Membership
+    from lsgd.client.iteration.replica import Look
+    from lsgd.client.iteration.reports import ElectionInput, Stopwatch
 
 logger = logging.getLogger("lsgd")
 
@@ -159,14 +164,33 @@ class NextStep:
         reported: progress in an answer since the decision before, and this worker's iterations as of its request.
         middle: progress in the middle of the next iteration, for learning rates.
         looks: what the processes have found in the model, by rank; empty: nobody has looked.
-        met: answer to a call that all workers make together, which then is the only answer.
     """
 
-    answer: Go | Stop | None
+    answer: Go | Stop | Met | None
     reported: tuple[float, int] | None
     middle: float
     looks: Sequence[Look] = ()
-    met: Met | None = None
+
+
+@dataclass(frozen=True)
+class Asking:
+    """What a worker asks for, until that is something else.
+
+    Args:
+        within_s: longest wait for an answer; None: no limit.
+        notice: of the whole wait, with rounds in it; None: each request is a wait of its own.
+    """
+
+    wants: Want = STEP
+    within_s: float | None = None
+    notice: Notice | None = None
+
+
+class Ahead(NamedTuple):
+    """A request for more, while its answer is awaited; ``done``: this worker's iterations as of it."""
+
+    answer: Expected
+    done: int
 
 
 class GrantClient:
@@ -178,8 +202,6 @@ class GrantClient:
         done: iterations completed since it joined.
         middle: progress in the middle of the next iteration; equal in all processes of an island.
         steps: length of the script's own loop in iterations; 0: it has none.
-        met: answer to the last call that all workers make together; None while it waits.
-        wait_s: longest wait for the end of the run once that loop is over; None: no limit.
         ending: the servers' word that the run has ended for this worker; None: it has not.
         lacking: whether it lacked parts of the run's model in the last round that it has completed.
     """
@@ -190,27 +212,34 @@ class GrantClient:
         self.lacking = False
         self.progress = ProgressEstimate(membership.plan.run, membership.welcome.world_size, lambda: self.done)
         self.middle, self.steps = 0.0, 0
-        self.wait_s: float | None = None
         self._island, self._channel, self._who = membership.island, membership.channel, membership.who
         self._election, self._stopwatch = election, stopwatch
         self._held = GrantedIterations(membership.plan.run.lookahead)
-        self._ahead: Expected | None = None  # the answer to the request for more
-        self._last = False  # requests are for a round only, without an iteration
-        self._notice = Notice()  # of the wait in these requests
-        self._finished = False  # and for the last round only
-        self._calls = 0  # that all workers make together
-        self._numbers: dict[str, float] | None = None  # of the call that waits; None: no call does
-        self._averaged: dict[str, float] = {}  # those of all processes
-        self._aside = False  # in the call, rounds continue without this worker
-        self.met: Met | None = None
-        self._reported = 0  # iterations completed, as of the last request
+        self._ahead: Ahead | None = None
+        self._asking = Asking()
+
+    def ask_for(self, wants: Want, *, within_s: float | None = None) -> None:
+        """Give back all grants; from now on requests are for this, and each waits for at most ``within_s``."""
+        self.give_back()
+        notice = None if isinstance(wants, Step) else self._asking.notice or Notice()
+        self._asking = Asking(wants, within_s, notice)
+
+    def call(self, numbers: dict[str, float], *, aside: bool) -> Call:
+        """Return a new call that all workers make; its number is that of its first request."""
+        self.give_back()
+        return Call(self._held.seq + 1, numbers, aside)
+
+    def give_back(self) -> None:
+        """Give back all grants: the next request is a new one."""
+        self._forget_ahead()
+        self._held.withdraw()
 
     def next(
         self, rounds: tuple[int, int], *, lockstep: bool, look: Callable[[], Look] | None, again: bool
     ) -> NextStep:
         """Decide what comes next.
 
-        An answer repeats until :meth:`take` accepts it, because its round may fail.
+        An answer repeats until :meth:`take` accepts it, because its round may fail; but a call is answered once.
 
         Args:
             rounds: last rounds that this worker has committed and dropped.
@@ -219,87 +248,73 @@ class GrantClient:
                 need look.
             again: whether to repeat the last request in any case, in the middle of its iteration.
         """
-        asks = again or lockstep or self._last  # nothing is granted ahead
+        wants = self._asking.wants
+        asks = again or lockstep or not isinstance(wants, Step)  # nothing is granted ahead
 
         def report() -> Report:
             loss = self._election.loss(self.done, rounds[0])
-            return Report(loss, self.done, look() if look else None, self._numbers or {})
+            return Report(loss, self.done, look() if look else None, wants.numbers if isinstance(wants, Call) else {})
 
         def decide(reports: Callable[[], list[Report]]) -> NextStep:
             reported = self._take_ahead()
             if not again and self._held.next():
                 return NextStep(None, reported, self._middle(reported))
-            reported_by_all = reports()
-            if self._numbers is not None:
-                self._averaged = _means([each.numbers for each in reported_by_all])
-            answer = self._answer(self._request(self._held.seq, self._mean_loss(reported_by_all), rounds))
+            by_all, asked = reports(), wants
+            if isinstance(wants, Call):
+                asked = replace(wants, numbers=_means([each.numbers for each in by_all]))
+            answer = self._answer(self._request(self._held.seq, asked, self._mean_loss(by_all), rounds))
             if isinstance(answer, Met):
-                return NextStep(None, reported, self._middle(reported), met=answer)
-            reported = (1.0 if isinstance(answer, Stop) else answer.progress), self._reported
-            looks = [each.look for each in reported_by_all if each.look is not None]
+                return NextStep(answer, reported, self._middle(reported))
+            reported = (1.0 if isinstance(answer, Stop) else answer.progress), self.done
+            looks = [each.look for each in by_all if each.look is not None]
             return NextStep(answer, reported, self._middle(reported), looks)
 
         decision = self._island.decide("begins a step", report, decide, reports=asks)
         if decision.reported is not None and not self._island.is_head:
             self.progress.answered(*decision.reported)
-        self.middle, self.met = decision.middle, decision.met
-        if self.met is not None:
-            self._give_all_back()
-            self.end_call()
+        self.middle = decision.middle
+        if isinstance(decision.answer, Met):
+            self.ask_for(STEP)
         return decision
 
-    def take(self, answer: Go | Stop) -> bool:
-        """Accept an answer whose round is done; return whether it grants an iteration, or the run has ended."""
-        if isinstance(answer, Stop):
-            self.ending = answer
-            logger.info("%s stops after %d iterations: %s", self._who[0], self.done, answer.reason)
-            if answer.late:
-                logger.warning("the others have made the last round without %s: its model is its own", self._who[0])
-            return False
-        return self._held.take(answer) or not self._island.is_head
+    def take(self, answer: Go | Stop) -> None:
+        """Accept an answer whose round is done."""
+        if isinstance(answer, Go):
+            self._held.take(answer)
+            return
+        self.ending = answer
+        logger.info("%s stops after %d iterations: %s", self._who[0], self.done, answer.reason)
+        if answer.late:
+            logger.warning("the others have made the last round without %s: its model is its own", self._who[0])
 
     def complete(self) -> None:
         """Count the granted iteration."""
         self.done += 1
 
-    def want_only_round(self, *, finished: bool = False) -> None:
-        """Give back all grants; the next request is only for a round: the next one, or the run's last if finished."""
-        self._give_all_back()
-        if not self._last:
-            self._notice = Notice()
-        self._last, self._finished = True, finished
-
-    def decline(self) -> None:
-        """Give back all grants: the next request is a new one."""
-        self._give_all_back()
-
-    def call(self, numbers: dict[str, float], *, aside: bool = False) -> None:
-        """Begin a call that all workers make; :meth:`want_only_round` waits for them, or ``aside`` from rounds."""
-        self._calls += 1
-        self._numbers, self._aside, self.met = numbers, aside, None
-
-    def end_call(self) -> None:
-        """Wait in no call any more, because it is answered, or was interrupted."""
-        self._last, self._numbers = False, None
-
     def ask_ahead(self, rounds: tuple[int, int]) -> None:
         """If few iterations are left, ask for more without waiting."""
         if self._island.is_head and self._held.wants_more():
             seq = self._held.seq + 1
-            self._ahead = self._channel.expect(lambda m: isinstance(m, Go | Stop) and m.seq == seq)
-            self._channel.send(self._request(seq, None, rounds, ahead=True))  # only rounds use a loss
+            self._ahead = Ahead(self._channel.expect(lambda m: isinstance(m, Go | Stop) and m.seq == seq), self.done)
+            self._channel.send(self._request(seq, More(), None, rounds))  # only rounds use a loss
 
-    def pause(self, committed: int) -> None:
-        """Give back all grants, and tell the others not to wait until the next request."""
-        self._island.share("pauses", lambda: self.step_aside(committed))
+    def pause(self, committed: int, *, alone: bool = False) -> None:
+        """Give back all grants, and tell the others not to wait until the next request.
+
+        All processes of an island call it, or the head ``alone``.
+        """
+        if alone:
+            self._pause(committed)
+        else:
+            self._island.share("pauses", lambda: self._pause(committed))
 
     # -- on the head -------------------------------------------------------------------------------------------
 
     def _take_ahead(self) -> tuple[float, int] | None:
         """Accept the answer to the request ahead, if it is there; return the progress in it, as of which iteration."""
         reported = None
-        if self._ahead is not None and (go := self._ahead.answered) is not None:
-            reported = go.progress, self._reported
+        if self._ahead is not None and (go := self._ahead.answer.answered) is not None:
+            reported = go.progress, self._ahead.done
             self._held.take(go)
             self._forget_ahead()
         if self._channel.recalled():
@@ -325,32 +340,25 @@ class GrantClient:
 
     def _answer(self, request: Request) -> Go | Stop | Met:
         """Return the answer to a request."""
-        seq, (expected, self._ahead) = request.seq, (self._ahead, None)
+        seq, wants, (ahead, self._ahead) = request.seq, request.wants, (self._ahead, None)
 
         def answers(message: object) -> bool:
             if isinstance(message, Met):
-                return message.number == request.call
+                return isinstance(wants, Call) and message.number == wants.number
             return isinstance(message, Go | Stop) and message.seq == seq
 
         with self._stopwatch.spending("waiting"):
             answer: Go | Stop | Met = self._channel.ask(
                 request,
-                expected or answers,
-                what=f"{self._who[0]} waits for {self._awaited}",
-                timeout_s=self.wait_s if self._last else None,
-                notice=self._notice if self._last else None,
+                ahead.answer if ahead else answers,
+                what=f"{self._who[0]} waits for {_awaited(wants)}",
+                timeout_s=self._asking.within_s,
+                notice=self._asking.notice,
             )
         return answer
 
-    @property
-    def _awaited(self) -> str:
-        if self._numbers is not None:
-            return "the others in mean()" if self._numbers else "the others in barrier()"
-        return "the end of the run" if self._finished else "its next iteration"
-
-    def step_aside(self, committed: int) -> None:
-        """On the head, give back all grants, and tell the servers, so that others do not wait."""
-        self._give_all_back()
+    def _pause(self, committed: int) -> None:
+        self.give_back()
         seq = self._held.seq
         try:
             self._channel.ask(
@@ -363,23 +371,20 @@ class GrantClient:
             me = self._who[0]
             logger.warning("%s pauses, but could not tell the servers, so others may wait for it: %s", me, error)
 
-    def _give_all_back(self) -> None:
-        self._forget_ahead()
-        self._held.withdraw()
-
     def _forget_ahead(self) -> None:
         if self._ahead is not None:
-            self._channel.forget(self._ahead)
+            self._channel.forget(self._ahead.answer)
             self._ahead = None
 
-    def _request(self, seq: int, loss: float | None, rounds: tuple[int, int], *, ahead: bool = False) -> Request:
-        self._reported = self.done
-        request = Request(*self._who, seq, self.done, *rounds, loss, ahead, self._last, self._finished, self.steps)
-        if self.lacking:
-            request = replace(request, lacking=True)
-        if self._numbers is None:
-            return request
-        return replace(request, call=self._calls, numbers=self._averaged, aside=self._aside)
+    def _request(self, seq: int, wants: Want, loss: float | None, rounds: tuple[int, int]) -> Request:
+        return Request(*self._who, seq, self.done, *rounds, loss, wants, self.steps, self.lacking)
+
+
+def _awaited(wants: Want) -> str:
+    """Say what a worker waits for that wants this."""
+    if isinstance(wants, Call):
+        return "the others in mean()" if wants.numbers else "the others in barrier()"
+    return "the end of the run" if isinstance(wants, End) else "its next iteration"
 
 
 def _means(reports: list[dict[str, float]]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Algorithm, Commit, all_finite, begun_with, clones, copy_all, finiteness
+from lsgd.algorithms.base import Algorithm, Commit, all_finite, begun_with, clones, copy_all, finiteness, is_muon
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints, clear, tensors_in
 from lsgd.client.control.island import Island
@@ -84,7 +84,6 @@ class Replica:
         self.shared, self.take_shared = checkpoints.shared, checkpoints.take_shared
         run, shard = membership.welcome.run, membership.island.shard
         self._run_id = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
-        self._muon = membership.join.muon
         self.algorithm = self._create(membership.plan.algorithm)
         self.consensus_distance: float | None = None
         self.leader_model: list[Tensor] = []
@@ -156,7 +155,7 @@ class Replica:
 
     def _create(self, settings: AlgorithmSettings) -> Algorithm:
         algorithm = settings.create(self.flat.buffers, self._run_id)
-        algorithm.muon = self._muon
+        algorithm.muon = is_muon(self.optimizers)
         return algorithm
 
     def take_up(self, text: str) -> bool:

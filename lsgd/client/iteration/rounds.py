@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -31,7 +30,8 @@ from lsgd.errors import (
     NoConsensusError,
     ServerLostError,
 )
-from lsgd.protocol.messages import Done, Met, Round, Stop
+from lsgd.protocol import wants
+from lsgd.protocol.messages import Completed, Failed, Go, Met, Probed, Round, Stop
 
 logger = logging.getLogger("lsgd")
 
@@ -113,14 +113,18 @@ class Rounds:
         With ``redo`` the round exchanges the gradients of a backward pass that has ended. Raises a NoConsensusError if
         the run has ended without a consensus.
         """
+        return not isinstance(self._follow(redo=redo), Stop)
+
+    def _follow(self, *, redo: bool = False) -> Go | Stop | Met | None:
+        """Do as :meth:`follow` does, and return the answer; None: an iteration was granted ahead."""
         while True:
             rounds, lockstep = (self.committed, self.dropped), self._replica.lockstep
             compares = self._island.replicas and (not lockstep or self.committed % ALIGN_EVERY == 0)
             look = partial(self._replica.look, compares=compares) if self._island.size > 1 else None
             decision = self.grants.next(rounds, lockstep=lockstep, look=look, again=redo)
             answer, self._looks = decision.answer, decision.looks
-            if answer is None:
-                return True
+            if answer is None or isinstance(answer, Met):
+                return answer
             order = answer.round
             if order is not None:
                 if order.id <= self.dropped:
@@ -134,25 +138,29 @@ class Rounds:
             if isinstance(answer, Stop) and answer.failed:
                 self.grants.ending = answer
                 raise NoConsensusError(f"{self._who[0]} has no consensus at the end of the run: {answer.reason}")
-            granted = self.grants.take(answer)
-            if not (granted and self.grants.lacking):
-                return granted
-            self.grants.decline()  # this worker cannot train before it has the whole model
+            self.grants.take(answer)
+            if isinstance(answer, Stop) or not self.grants.lacking:
+                return answer
+            self.grants.give_back()  # this worker cannot train before it has the whole model
 
     def ask_ahead(self) -> None:
         """If few iterations are left, ask for more without waiting; in lockstep, each waits for its round."""
         if not self._replica.lockstep:
             self.grants.ask_ahead((self.committed, self.dropped))
 
-    def finish(self, *, waits: bool) -> None:
+    def finish(self, within_s: float | None) -> None:
         """Carry out rounds without iterations until the others have what this worker has learned, or to the run's last.
 
-        They have it after a global round, or after one of each part of the model; ``waits``: take part in the last.
+        They have it after a global round, or after one of each part of the model.
+
+        Args:
+            within_s: how long to wait for the run's last round, and take part in it; None: leave before.
         """
-        heard, ends = set[int](), False
+        heard, ends, waits = set[int](), False, within_s is not None
         while not ends:
             schedule, before = self._replica.algorithm.settings.schedule(), self.committed
-            self.grants.want_only_round(finished=waits and (schedule.identical or len(heard) >= schedule.parts))
+            is_known = schedule.identical or len(heard) >= schedule.parts
+            self.grants.ask_for(wants.End() if waits and is_known else wants.Round(), within_s=within_s)
             continues = self.follow()
             self.before_step()  # some algorithms exchange here
             if self.active is not None and self.active.order.scope == "global" and self.committed > before:
@@ -171,14 +179,15 @@ class Rounds:
 
         ``aside``: the weights in the model are not the trained ones, so rounds are to continue without them.
         """
-        self.grants.call(numbers, aside=aside)
-        with on_error(self.grants.end_call):
-            while self.grants.met is None:
-                self.grants.want_only_round()
-                if not self.follow():
-                    return None
+        call = self.grants.call(numbers, aside=aside)
+        with on_error(lambda: self.grants.ask_for(wants.STEP)):
+            while True:
+                self.grants.ask_for(call)
+                answer = self._follow()
+                if not isinstance(answer, Go):
+                    assert answer is not None  # nothing is granted ahead
+                    return answer if isinstance(answer, Met) else None
                 self.before_step()
-        return self.grants.met
 
     @torch.no_grad()
     def carry_out(self, order: Round, *, redo: bool = False) -> None:
@@ -454,8 +463,8 @@ class Rounds:
         if self.gradients is not None:
             self.gradients.forget()
         self.dropped = self.active.order.id
-        self._channel.send(Done(*self._who, self.active.order.id, False, reason, broken, missed=self.entry.missed))
-        self.entry.missed = None
+        self._say_missed(self.active.order)
+        self._channel.send(Failed(*self._who, self.active.order.id, reason, broken))
         self.entry.leave(cut=True)
 
     def drop_torn(self) -> None:
@@ -476,11 +485,17 @@ class Rounds:
             self._checkpoints.save(active.snapshot)
             active.snapshot = None  # it copies the model and all states
         sent_nbytes, _ = self._island.total_passed()
-        missed, self.entry.missed = self.entry.missed, None
-        done = Done(*self._who, order.id, True, "", sent_nbytes=sent_nbytes, missed=missed, lacking=active.lacking)
+        self._say_missed(order)
+        transfer_s = 0.0
         if order.scope == "global":
-            done, self._transfer_s = replace(done, transfer_s=self._transfer_s), 0.0
-        self._channel.send(done)
+            transfer_s, self._transfer_s = self._transfer_s, 0.0
+        self._channel.send(Completed(*self._who, order.id, sent_nbytes, active.lacking, transfer_s))
+
+    def _say_missed(self, order: Round) -> None:
+        """Tell the servers which nodes cannot dial each other, if this round has found that out."""
+        if self.entry.missed is not None:
+            self._channel.send(Probed(*self._who, order.id, self.entry.missed))
+            self.entry.missed = None
 
     def _complete_gradients(self) -> None:
         """At the end of a backward pass, wait for the exchange; if it failed, exchange the gradients again."""

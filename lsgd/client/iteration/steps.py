@@ -145,8 +145,10 @@ class Steps:
                 self.step.advance(Event.FAIL)
             raise
 
-    def finish(self, *, waits: bool = False) -> bool:
-        """Take part in a last global round, or with ``waits`` the run's last; return whether that is the consensus.
+    def finish(self, within_s: float | None = None) -> bool:
+        """Take part in a last global round, or in the run's last; return whether that is the consensus.
+
+        ``within_s``: longest wait for an answer of the servers until the run's last; None: it is not waited for.
 
         Raises:
             NotTrainedError: this worker has completed no iteration, or nobody has.
@@ -163,7 +165,7 @@ class Steps:
             elif self.rounds.pending:
                 self.rounds.drop("leaves in the middle of an iteration")
             with self._asking():
-                self.rounds.finish(waits=waits)
+                self.rounds.finish(within_s)
                 self.step.advance(Event.STOP)
             if self.rounds.has_consensus and not self.rounds.count:
                 raise self._not_trained("the run ends without an iteration of any worker")
