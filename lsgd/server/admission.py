@@ -41,7 +41,7 @@ def _objection(state: RunState, join: Join, old: Member | None) -> Reason:
     """Return why a worker cannot join, or no reason; ``old`` is the member with its name."""
     if state.failed:
         return state.failed
-    if state.roster.has_ended(join.worker, join.incarnation):
+    if state.roster.has_ended(join.worker, join.incarnation) and not _never_asked(state, join):
         return Why.CAME_BACK(worker=join.worker)
     if old is not None:
         if old.challenger[0] != join.incarnation:
@@ -50,6 +50,12 @@ def _objection(state: RunState, join: Join, old: Member | None) -> Reason:
             return Why.NAME_TAKEN(worker=join.worker, heard_s=state.now - old.heard_at)
     others = [m.join for m in state.roster.members.values() if m is not old]
     return objection(join, others, state.plan.transport)
+
+
+def _never_asked(state: RunState, join: Join) -> bool:
+    """Whether a process was evicted for its silence before it could hear that it is welcome: it joins again."""
+    before = state.roster.left.get(join.worker)
+    return before is not None and before.join.incarnation == join.incarnation and before.was_silent and before.seq < 1
 
 
 def _admit(state: RunState, join: Join) -> None:
