@@ -16,8 +16,8 @@ from click.shell_completion import get_completion_class
 from rich.console import Console
 from rich.live import Live
 
-from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
+from lsgd.built import described
 from lsgd.cli import check, options, quickstart, runs, up, watching
 from lsgd.cli.options import Commands, Main, first_steps
 from lsgd.errors import JoinError
@@ -49,7 +49,7 @@ PLAIN_HELP = "Print lines only, as without a terminal: no progress display, no c
 
 
 @click.group(cls=Main, context_settings={"max_content_width": 110}, invoke_without_command=True)
-@click.version_option(__version__)
+@click.version_option(described(), message="lsgd %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
     """Train one PyTorch model on several machines with local SGD."""

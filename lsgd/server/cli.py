@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from lsgd import __version__
+from lsgd.built import described
 from lsgd.errors import ConfigError
 from lsgd.node.elsewhere import Elsewhere, Knock, dial
 from lsgd.node.local_server import LocalServer
@@ -32,7 +33,7 @@ _PATH: Any = click.Path(path_type=Path)
 
 
 @click.command(context_settings={"max_content_width": 110})
-@click.version_option(__version__)
+@click.version_option(described(), message="lsgd-server %(version)s")
 @click.option("--global", "roles", flag_value="global", multiple=True, help="Be the global server, one for the run.")
 @click.option("--local", "roles", flag_value="local", multiple=True, help="Be the local server of a machine.")
 @click.option(

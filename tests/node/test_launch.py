@@ -684,6 +684,10 @@ class TestPlace:
     def test_arguments_alone(self):
         assert find_place(0, None, None, {}) == Place(0, 1, "127.0.0.1")
         assert find_place(1, 2, "10.0.0.1", {}) == Place(1, 2, "10.0.0.1")
+        assert find_place(1, 2, "fe80::1", {}).address == "fe80::1"
+        for more in ("tcp://10.0.0.1:27400", "node0:27400"):
+            with pytest.raises(ConfigError, match=r"more than an address: .* PORT=27400"):
+                find_place(1, 2, more, {})
 
     def test_an_index_given_by_hand_is_not_slurms(self):
         assert find_place(0, None, None, self.SLURM) == Place(0, 1, "127.0.0.1")

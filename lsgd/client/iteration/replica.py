@@ -184,6 +184,7 @@ class Replica:
         """Drop what would break the model again, after a round has replaced one that was not finite."""
         self.copies.mend()
         clear(self.optimizers)
+        self.drop_gradients()
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Drop all gradients, or an optimizer's, so that its step changes nothing: a GradScaler looks at the others."""
@@ -371,7 +372,52 @@ class Replica:
         self.algorithm.finite = finite
         commit = self.algorithm.before_forward(self.flat.buffers, group, order)
         self.algorithm.finite = None
-        return commit
+        return self._moving(commit)
+
+    def after_backward(self, group: WorkerGroup, order: Round) -> Commit | None:
+        """Let the algorithm complete an exchange of models that began before the forward pass; return its commit.
+
+        Raises:
+            ExchangeError: it failed.
+        """
+        return self._moving(self.algorithm.after_backward(self.flat.buffers, (), group, order))
+
+    def settle(self) -> Commit | None:
+        """Let the algorithm complete an exchange that is pending; return its commit.
+
+        Raises:
+            ExchangeError: it failed.
+        """
+        return self._moving(self.algorithm.settle(self.flat.buffers))
+
+    def after_step(self) -> Commit | None:
+        """Let the algorithm act after a step; return the commit of an exchange that it completes.
+
+        Raises:
+            ExchangeError: that failed.
+        """
+        if not self.algorithm.acts_after_step:
+            return self._moving(self.algorithm.after_step(self.flat.buffers))
+        self.flat.find()
+        with self.copies.following():
+            commit = self.algorithm.after_step(self.flat.buffers)
+        return self._moving(commit)
+
+    def _moving(self, commit: Commit | None) -> Commit | None:
+        """Return a commit that also lets the optimizers' copies of the weights follow.
+
+        Where it replaces a model that was not finite, the optimizers' states and the gradients would break it again.
+        """
+        if commit is None:
+            return None
+
+        def change(*sums: float) -> None:
+            with self.copies.following():
+                commit.change(*sums)
+            if self.algorithm.replaced:
+                self.clear()
+
+        return Commit(change, commit.judged)
 
     def exchange_buffers(self, group: WorkerGroup, order: Round) -> Commit:
         """Exchange the model's floating-point buffers as the plan says; return the commit.
@@ -426,7 +472,14 @@ class Replica:
         """
         own = [wide(x) for x in self.flat.buffers]
         means, _ = _means(own, group, counts=finite and group.rank in order.averaged and self.algorithm.counts)
-        return Commit(lambda *_: put(self.flat.buffers, means))
+
+        def change() -> None:
+            with self.copies.following():
+                put(self.flat.buffers, means)
+            if not finite:
+                self.clear()
+
+        return Commit(change)
 
     def consensus(self, group: WorkerGroup, order: Round, *, finite: bool) -> Commit:
         """Return the commit that replaces every model by the average of all, or by the leader's.
@@ -464,6 +517,8 @@ class Replica:
             put([*parameters, *buffers, *counters], [*chosen[:models], *counted_by_all])
             for kept in chosen[models:]:
                 self.copies.take(anywhere, torch.split(kept, [x.numel() for x in copies]))
+            if not finite:
+                self.clear()
 
         return Commit(change, _squares(own[: len(parameters)], means[: len(parameters)], group))
 

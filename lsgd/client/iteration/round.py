@@ -22,7 +22,6 @@ from lsgd.client.groups.reach import probe
 from lsgd.client.iteration.following import Following
 from lsgd.client.iteration.handover import Handover, Inventory
 from lsgd.client.iteration.replica import Replica
-from lsgd.collectives.group import Group
 from lsgd.errors import ExchangeError, LsgdError
 from lsgd.protocol.messages import Generation, Round
 
@@ -57,7 +56,9 @@ class ActiveRound:
 
     Attributes:
         snapshot: state to save when the round is committed.
-        group: members, once it is entered.
+        redo: whether it exchanges the gradients of a backward pass that has ended.
+        group: members, once it is formed.
+        fresh: whether the group is new.
         finite_model: whether the model that entered it is finite in all processes; None: nobody has looked.
         buffers: commit of the exchange of the model's buffers.
         finite: whether the exchanged values are finite. If not, all members skip the step.
@@ -70,7 +71,9 @@ class ActiveRound:
     order: Round
     snapshot: Snapshot | None = None
     state: State = State.ORDERED
-    group: Group | None = None
+    redo: bool = False
+    group: WorkerGroup | None = None
+    fresh: bool = False
     finite_model: Tensor | None = None
     buffers: Commit = field(default_factory=Commit)
     finite: bool = True
@@ -86,6 +89,12 @@ class ActiveRound:
         """
         self.finite_model = None if unknown else torch.tensor(not broken, device="cpu")
         self.lacking = bool(lacking)
+
+    @property
+    def members(self) -> WorkerGroup:
+        """The group; it is formed."""
+        assert self.group is not None
+        return self.group
 
     @property
     def model_is_broken(self) -> bool:
@@ -138,18 +147,15 @@ class RoundEntry:
             return order
         return replace(order, generation=generation)
 
-    def meet(self) -> bool:
-        """Wait for what newcomers are sent beside the training; return whether this was the last of it."""
-        return self._following is not None and self._following.meet()
-
-    def begin(self, group: WorkerGroup, order: Round, *, fresh: bool, followed: bool) -> bool:
+    def begin(self, group: WorkerGroup, order: Round, *, fresh: bool) -> bool:
         """Take up the round's algorithm, and give newcomers the source's model; return whether it begins anew.
 
-        With a ``fresh`` group it always does. ``followed`` is what :meth:`meet` said.
+        With a ``fresh`` group it always does.
 
         Raises:
             ExchangeError: it failed; call :meth:`leave`.
         """
+        followed = self._following is not None and self._following.meet()  # what is sent beside the training has come
         anew = self.replica.take_up(order.algorithm) or fresh or not self._late.issuperset(order.new)
         followed = followed or order.final or not self.replica.algorithm.can_be_followed
         if anew or (self._following is not None and followed):
