@@ -22,7 +22,8 @@ from lsgd.cli import check, options, quickstart, runs, up, watching
 from lsgd.cli.options import Commands, Main, first_steps
 from lsgd.errors import JoinError
 from lsgd.node import gpus, storing
-from lsgd.node.launch import LaunchSettings, launch
+from lsgd.node.commands import LaunchSettings
+from lsgd.node.launch import launch
 from lsgd.node.place import Place, find_place
 from lsgd.output import show_any_text
 from lsgd.plan import plan
