@@ -36,6 +36,9 @@ from lsgd.protocol.messages import Completed, Failed, Go, Met, Probed, Round, St
 
 logger = logging.getLogger("lsgd")
 
+AGREEMENT = "lsgd/agreement"
+"""The name under which a worker logs how far the members' changes agree (``Algorithm.agreement``)."""
+
 ALIGN_EVERY = 64
 """How often replicas are compared where each iteration is a round, in rounds."""
 
@@ -491,6 +494,7 @@ class Rounds:
         transfer_s = 0.0
         if order.scope == "global":
             transfer_s, self._transfer_s = self._transfer_s, 0.0
+            self.logged.note(AGREEMENT, self._replica.algorithm.agreement)
         self._channel.send(Completed(*self._who, order.id, sent_nbytes, active.lacking, transfer_s))
 
     def _say_missed(self, order: Round) -> None:
