@@ -73,7 +73,6 @@ def test_folds_are_stages_also_for_a_worker_that_dies_in_one(start) -> None:
     results = [json.loads((node.run_dir / part / "result.json").read_text()) for part in ("stage1", "stage2", "")]
     assert [(stage_of(result["run"]), result["state"]) for result in results] == [(n, "finished") for n in (1, 2, 3)]
     assert node.result["rounds"][0]["round"] == 1
-    assert all((node.run_dir / part / "curve.png").exists() for part in ("stage1", "stage2", ""))
 
 
 @pytest.mark.slow
