@@ -834,7 +834,7 @@ class Worker:
             self._membership.ends_stage()
         why = reason or ("the run is over" if self.stopped else LOOP_ENDED)
         self._steps.close()
-        self._steps.rounds.entry.leave(cut=failed)
+        self._steps.rounds.groups.leave(cut=failed)
         if not self.is_head:
             self._membership.close()
             return

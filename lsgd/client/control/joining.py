@@ -16,7 +16,15 @@ from torch import nn
 from lsgd import stacks
 from lsgd.client.control.channel import Channel, Message
 from lsgd.client.control.closing import set_exit_codes
-from lsgd.client.control.identity import Identity, Interface, gpu_name, identify, interface_towards, versions
+from lsgd.client.control.identity import (
+    Identity,
+    Interface,
+    ends_others,
+    gpu_name,
+    identify,
+    interface_towards,
+    versions,
+)
 from lsgd.client.control.island import FollowerChannel, Island
 from lsgd.client.control.solo import Solo, is_alone, launch_line, listens
 from lsgd.errors import (
@@ -185,7 +193,7 @@ def join_run(
         if identity.stage > 1:
             raise _second_join(identity, str(error)) from None
         logger.warning("worker %d joins too late and has nothing to do: %s", identity.index, error)
-        raise
+        raise RunOverError(str(error), in_order=ends_others(os.environ)) from None
     except EvictedError:  # its node follows another server now: started again, it joins there
         set_exit_codes()
         raise
@@ -338,7 +346,7 @@ def _hello(channel: Channel, identity: Identity, timeout_s: float) -> WorkerHell
     except ExchangeError as error:
         raise JoinError(str(error)) from None
     except RunOverError as error:
-        over = RunOverError(f"stage {identity.stage} of the run does not begin: {error}", trained=True)
+        over = RunOverError(f"stage {identity.stage} of the run does not begin: {error}", in_order=True)
         logger.warning("worker %d ends: %s", identity.index, over)
         raise over from None
     except ServerLostError:

@@ -15,11 +15,12 @@ from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot
 from lsgd.client.control.channel import Totals
 from lsgd.client.control.closing import on_error
 from lsgd.client.control.joining import Membership
+from lsgd.client.iteration.download import Download, Has
 from lsgd.client.iteration.gradients import GradientExchange
 from lsgd.client.iteration.grants import GrantClient
 from lsgd.client.iteration.replica import Look, Replica
 from lsgd.client.iteration.reports import ElectionInput, Logged, Stopwatch, Timings
-from lsgd.client.iteration.round import ActiveRound, RoundEntry, State
+from lsgd.client.iteration.round import ActiveRound, Groups, State
 from lsgd.client.iteration.step import Event, Step
 from lsgd.errors import (
     BrokenLinksError,
@@ -63,7 +64,7 @@ class Rounds:
         resumed = checkpoints.iterations > 0
         self.election = ElectionInput(membership, replica, self.stopwatch, checkpoints.losses, resumed=resumed)
         self.grants = GrantClient(membership, self.election, self.stopwatch)
-        self.entry = RoundEntry(membership, replica)
+        self.groups, self.download = Groups(membership), Download(replica)
         self.active: ActiveRound | None = None
         self.committed = self.dropped = 0
         self.rank = membership.welcome.rank
@@ -79,7 +80,7 @@ class Rounds:
         self._exchanged_at = 0  # this worker's iterations, as of that
         self._served: Algorithm | None = None  # the one that ``gradients`` serves
         self._warned = False  # about its losses
-        traffic = self.entry.traffic
+        traffic = self.groups.traffic
         self._island.passed = lambda: (traffic.sent_nbytes, traffic.received_nbytes)
         self._channel.totals = self._totals
 
@@ -100,12 +101,12 @@ class Rounds:
 
     def timings(self) -> Timings:
         """Return the totals until now; safe from any thread."""
-        traffic = self.entry.traffic
+        traffic = self.groups.traffic
         return Timings(self.grants.done, *self.stopwatch.seconds(), traffic.sent_nbytes, traffic.received_nbytes)
 
     def _totals(self) -> Totals:
         """Return the totals for heartbeats, with the bytes of all processes of the island, and the transfer."""
-        transfer = self.entry.transfer()
+        transfer = self.download.progress(self.groups.current)
         return *self.stopwatch.seconds(), *self._island.total_passed(), self.logged.numbers, transfer
 
     # -- from the order to its end -----------------------------------------------------------------------------
@@ -199,7 +200,7 @@ class Rounds:
         Raises:
             ExchangeError: it failed and was dropped; the model is as before.
         """
-        order, before = self.entry.whole(order), self.active
+        order, before = self.groups.whole(order), self.active
         again = redo and before is not None and before.order.count == order.count
         snapshot = before.snapshot if again and before is not None else None  # there is none in the middle of a step
         self.active = ActiveRound(order, snapshot, redo=redo)
@@ -230,13 +231,13 @@ class Rounds:
     def _land_before_parting(self, active: ActiveRound) -> None:
         """If members change, land what those of the last generation have exchanged, unless it has failed."""
         self._replica.flat.reshard()
-        if active.order.generation == self.entry.generation or self._replica.algorithm.spans_backward:
+        if active.order.generation == self.groups.generation or self._replica.algorithm.spans_backward:
             return  # what spans the backward pass has landed with its round, or was dropped
         self._land_before_leaving()
 
     def _form(self, active: ActiveRound) -> None:
         """Form the group of the members."""
-        active.group, active.fresh = self.entry.group_of(active.order)
+        active.group, active.fresh = self.groups.group_of(active.order)
 
     def _equalize(self, active: ActiveRound) -> None:
         """Land what the last round has exchanged, and give an island's replicas one model, if they may differ."""
@@ -261,7 +262,7 @@ class Rounds:
     def _take_up(self, active: ActiveRound) -> Commit | None:
         """Take up the algorithm, give newcomers the model, and look at the one that enters the round."""
         group, order = active.members, active.order
-        anew = self.entry.begin(group, order, fresh=active.fresh)
+        anew = self.download.begin(group, order, fresh=active.fresh)
         if group.rank in order.new and group.rank != order.source:
             self._say_lost()
         active.to(State.ENTERED)
@@ -275,7 +276,8 @@ class Rounds:
         """In the last round, make the consensus."""
         if not active.order.final:
             return None
-        return self._replica.consensus(active.members, active.order, finite=not active.model_is_broken)
+        own = self.download.has_own(active.members.rank, active.order)
+        return self._replica.consensus(active.members, active.order, finite=not active.model_is_broken, own=own)
 
     def _snapshot(self, active: ActiveRound) -> None:
         """Copy to memory what the checkpoint is to have, if one is due."""
@@ -354,10 +356,10 @@ class Rounds:
         whole = self._island.size == 1
         finite = self._replica.judge(active.order, whole=whole)
         if whole:
-            active.finite_model, active.lacking = finite, self.entry.lacking
+            active.finite_model, active.lacking = finite, self.download.has is Has.PARTS
             return None
         broken = False if finite is None else ~finite
-        return Commit(active.enter, (finite is None, broken, self.entry.lacking))
+        return Commit(active.enter, (finite is None, broken, self.download.has is Has.PARTS))
 
     def _timed(self, commit: Commit, order: Round) -> Commit:
         """Return a commit that also notes how long its transfer took."""
@@ -468,7 +470,7 @@ class Rounds:
         self.dropped = self.active.order.id
         self._say_missed(self.active.order)
         self._channel.send(Failed(*self._who, self.active.order.id, reason, broken))
-        self.entry.leave(cut=True)
+        self.groups.leave(cut=True)
 
     def drop_torn(self) -> None:
         """Drop the round of a backward pass that an error has ended in the middle, which the script has handled."""
@@ -483,7 +485,7 @@ class Rounds:
         self.committed, self.grants.lacking = order.id, active.lacking
         if order.scope == "global":
             self.count, self._exchanged_at = order.count, self.grants.done
-        self.entry.proceed()  # newcomers wait for what this member sends, not for its disk
+        self.download.proceed()  # newcomers wait for what this member sends, not for its disk
         if order.checkpoint and not active.lacking:
             self._checkpoints.save(active.snapshot)
             active.snapshot = None  # it copies the model and all states
@@ -497,9 +499,9 @@ class Rounds:
 
     def _say_missed(self, order: Round) -> None:
         """Tell the servers which nodes cannot dial each other, if this round has found that out."""
-        if self.entry.missed is not None:
-            self._channel.send(Probed(*self._who, order.id, self.entry.missed))
-            self.entry.missed = None
+        if self.groups.missed is not None:
+            self._channel.send(Probed(*self._who, order.id, self.groups.missed))
+            self.groups.missed = None
 
     def _complete_gradients(self) -> None:
         """At the end of a backward pass, wait for the exchange; if it failed, exchange the gradients again."""
@@ -552,7 +554,7 @@ class Rounds:
         """Save the state as that of the last global round; return the words for where."""
         if self._checkpoints.folder is None:
             return "its state is not saved: no folder was given"
-        if self.entry.lacking:
+        if self.download.has is Has.PARTS:
             return "its state is not saved, because it lacks parts of the run's model"
         if not self.count:
             last = self._checkpoints.last()
