@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lsgd"
 LAYERS = (
-    "errors",
-    "lazy output payload processors registry election settings shards probe digests means observer",
+    "errors built",
+    "lazy output payload processors registry election settings shards probe digests means observer stacks",
     "scattered",
     "flat",
     "learning_rate schedulers",
