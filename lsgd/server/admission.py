@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from lsgd.protocol.messages import Join, NodeHello, Over, Refused, Waiting, Welcome
+from lsgd.run_folder import stage_of
 from lsgd.server import answers, endings
 from lsgd.server.greetings import differences, objection, origin_of
 from lsgd.server.life import Stage
@@ -14,6 +15,9 @@ from lsgd.server.succession import is_minority
 
 def join(state: RunState, join: Join) -> None:
     """Answer a worker that asks to join."""
+    if join.stage < stage_of(state.run):  # it goes through that one without training
+        state.answer_to(join, Welcome(state.run, state.plan.to_json(), 0, 1, (), newcomer=True))
+        return
     old = state.roster.members.get(join.worker)
     if old is not None and old.join.incarnation == join.incarnation:
         old.heard_at = state.now

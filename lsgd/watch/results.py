@@ -13,6 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lsgd.errors import ConfigError
 from lsgd.output import write_whole
 from lsgd.run_folder import CURVE, CURVES, METRICS, RESULT
 from lsgd.server.reasons import Why
@@ -23,6 +24,8 @@ ROUND_KEYS = {"round", "scope", "node", "worker", "count", "seconds", "losses"}
 MAX_POINTS = 2000
 """Most rounds in the picture; of more, only every second, third, ... is shown."""
 
+_FILES = (RESULT, CURVE, METRICS, CURVES)
+
 T = TypeVar("T")
 
 _FAILED_CODES = {why.code for why in (Why.MODEL_LOST, Why.ROUNDS_FAIL, Why.SAME_BATCHES)}
@@ -30,8 +33,30 @@ _FAILED_CODES = {why.code for why in (Why.MODEL_LOST, Why.ROUNDS_FAIL, Why.SAME_
 
 def clear(folder: Path, *, resume: bool) -> None:
     """Remove the files of an earlier run in this folder; keep the rounds of a run that is resumed."""
-    for name in (RESULT, CURVE) if resume else (RESULT, CURVE, METRICS, CURVES):
+    for name in (RESULT, CURVE) if resume else _FILES:
         (folder / name).unlink(missing_ok=True)
+    for earlier in [] if resume else folder.glob("stage[0-9]*/"):
+        for name in _FILES:
+            (earlier / name).unlink(missing_ok=True)
+        with suppress(OSError):  # it has files of somebody else
+            earlier.rmdir()
+
+
+def put_aside(folder: Path, stage: int) -> None:
+    """Move the files of a stage of a run into a folder of its own: those of the next one take their places.
+
+    Raises:
+        ConfigError: they cannot be moved.
+    """
+    try:
+        (folder / f"stage{stage}").mkdir(exist_ok=True)
+        for name in _FILES:
+            with suppress(FileNotFoundError):
+                (folder / name).replace(folder / f"stage{stage}" / name)
+    except OSError as error:
+        raise ConfigError(
+            f"the results of stage {stage} in {folder} cannot be moved to stage{stage} in it: {error.strerror}"
+        ) from None
 
 
 def finish(folder: Path, status: int, state: str = "", reason: str = "") -> list[str]:

@@ -31,6 +31,7 @@ class Identity:
         run_dir: folder of results that the launcher made; None without a launcher.
         resume: folder of checkpoints to resume from, if any.
         restarted: whether it replaces a process that died in the same run.
+        stage: which one of the run it comes to, from 1.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Identity:
     run_dir: Path | None
     resume: Path | None = None
     restarted: bool = False
+    stage: int = 1
 
     @property
     def place(self) -> tuple[str, int]:
