@@ -23,14 +23,15 @@ class RunOverError(JoinError, SystemExit):
     """This worker joins too late: the run has ended, or is about to, so nothing is left to do.
 
     A script that does not handle it ends with this exit code and no traceback. The run is none the worse for it. The
-    code is 0 for a process that has ``trained`` in an earlier stage of the run, after which it was stopped.
+    code is 0 if this end is ``in_order``: the process has trained, and the run was stopped before its next stage; or
+    what has started it would end the other workers, which may still save.
     """
 
     exit_code = 69  # EX_UNAVAILABLE
 
-    def __init__(self, message: str, *, trained: bool = False) -> None:
+    def __init__(self, message: str, *, in_order: bool = False) -> None:
         super().__init__(message)
-        self.code = self.exit_code = 0 if trained else self.exit_code
+        self.code = self.exit_code = 0 if in_order else self.exit_code
 
 
 class SecondJoinError(JoinError):

@@ -20,8 +20,8 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from lsgd import run_folder
-from lsgd.errors import ConfigError
+from lsgd import run_folder, stacks
+from lsgd.errors import ConfigError, RunOverError
 from lsgd.node import storing
 from lsgd.node.commands import LaunchSettings, log_of, worker_commands
 from lsgd.node.node import Node
@@ -106,6 +106,7 @@ def _launch(settings: LaunchSettings, network: str, environ: dict[str, str], hel
     serving = _shared_servers(settings, network, access, environ) if place.node == 0 else None
     known = run_folder.known(settings.run_dir, place.node) if place.node else []
     with claimed(settings.run_dir, place.node, network):
+        stacks.listen("launcher", settings.run_dir)
         if place.node == 0 and not settings.continues:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
                 old.unlink()
@@ -118,7 +119,18 @@ def _launch(settings: LaunchSettings, network: str, environ: dict[str, str], hel
                 show_result(results.finish(settings.run_dir, status, *end))
             if store is not None:
                 store.finish()
+        return exit_code(status, place.starter)
+
+
+def exit_code(status: int, starter: str) -> int:
+    """Return this launcher's exit code: the node's, but not one with which its ``starter`` would end other nodes.
+
+    Where all workers joined too late, those of others may still save.
+    """
+    if not starter or status != RunOverError.exit_code:
         return status
+    print(f"{LAUNCHER}exit code 0 instead of {status}, so that {starter} lets the other nodes save", flush=True)
+    return 0
 
 
 def _run(

@@ -112,7 +112,7 @@ class Stages:
         """
         former, folder, servers = self._former, self._settings.run_dir, dict[str, list[str]]()
         if former.allegiance.state.serves and self._serving:
-            show_result(results.finish(folder, 0, "", former.outcome))
+            show_result(results.finish(folder, 0, "", former.outcome, draws=False))
             results.put_aside(folder, former.stage)
             place = ["--run", former.next_run, "--node", str(self._settings.place.node)]
             more = ["--nodes", str(former.nodes), "--workers", "0", "--plan", str(self._serving.plan)]

@@ -59,11 +59,12 @@ def put_aside(folder: Path, stage: int) -> None:
         ) from None
 
 
-def finish(folder: Path, status: int, state: str = "", reason: str = "") -> list[str]:
+def finish(folder: Path, status: int, state: str = "", reason: str = "", *, draws: bool = True) -> list[str]:
     """Write how a run ended into ``result.json``, draw its curve, and return lines that say where both are.
 
     ``state`` is ``failed`` or ``stopped`` if the launcher knows better than the global server; ``reason``: why it
-    ended, as far as the launcher knows.
+    ended, as far as the launcher knows. ``draws``: whether this is the end of its launch, which takes the time to draw,
+    also for the stages before this one.
     """
     document = read(folder)
     files, lines = [], []
@@ -76,9 +77,12 @@ def finish(folder: Path, status: int, state: str = "", reason: str = "") -> list
     try:
         write_whole(folder / RESULT, json.dumps(document, indent=2) + "\n")
         files += [name for name in (RESULT, METRICS) if (folder / name).exists()]
-        if rounds := read_rounds(folder / METRICS):
+        if draws and (rounds := read_rounds(folder / METRICS)):
             lines += (trouble := _draw(document, rounds, folder / CURVE))
             files += [CURVE] * (not trouble)
+            for earlier in folder.glob("stage[0-9]*/") if not trouble else ():
+                if not (earlier / CURVE).exists() and (rounds := read_rounds(earlier / METRICS)):
+                    lines += _draw(read(earlier), rounds, earlier / CURVE)
     except OSError as error:
         lines.append(f"the results cannot be written to {folder}: {error.strerror or error}")
     lines.append(f"{state}: {reason}; {', '.join(files) or 'no results are'} in {folder}")

@@ -771,6 +771,13 @@ class TestPlace:
                 made._take_over()
         assert not list(tmp_path.glob("*journal*"))
 
+    @pytest.mark.parametrize(
+        ("starter", "status", "code"), [("", 69, 69), ("Slurm", 69, 0), ("torchrun", 69, 0), ("Slurm", 1, 1)]
+    )
+    def test_a_node_that_came_too_late_does_not_make_a_scheduler_end_the_others(self, starter, status, code, capsys):
+        assert launch.exit_code(status, starter) == code
+        assert ("lets the other nodes save" in capsys.readouterr().out) is (code != status)
+
     def test_a_node_on_the_machine_of_node_0_would_serve_at_another_port(self):
         port = free_port()
         with contextlib.ExitStack() as held:

@@ -66,6 +66,12 @@ def identify(environ: Mapping[str, str] = os.environ) -> Identity:
     )
 
 
+def ends_others(environ: Mapping[str, str]) -> bool:
+    """Whether what has started this process ends its neighbors if it fails: torchrun, and srun --kill-on-bad-exit."""
+    is_launched = "LSGD_NODE" in environ  # a worker of lsgd launch, which does not
+    return not is_launched and ("TORCHELASTIC_RUN_ID" in environ or "SLURM_STEP_ID" in environ)
+
+
 def device(environ: Mapping[str, str] = os.environ) -> torch.device:
     """Return the device for this worker's model: ``LSGD_DEVICE``, else the GPU with its number, else the CPU.
 

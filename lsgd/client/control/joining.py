@@ -13,9 +13,18 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
+from lsgd import stacks
 from lsgd.client.control.channel import Channel, Message
 from lsgd.client.control.closing import set_exit_codes
-from lsgd.client.control.identity import Identity, Interface, gpu_name, identify, interface_towards, versions
+from lsgd.client.control.identity import (
+    Identity,
+    Interface,
+    ends_others,
+    gpu_name,
+    identify,
+    interface_towards,
+    versions,
+)
 from lsgd.client.control.island import FollowerChannel, Island
 from lsgd.client.control.solo import Solo, is_alone, launch_line, listens
 from lsgd.errors import (
@@ -140,13 +149,14 @@ def find_server(island: Island, identity: Identity | None, timeout_s: float) -> 
     A server that is there and does not answer, because it or its machine is busy, is waited for up to ``timeout_s``.
     All processes of an island call this. The head connects, the others go through it. Raises as ``Worker.join``.
     """
+    own = identity or identify()
+    stacks.listen(f"worker{own.index}" + (f", process {island.rank}" if island.size > 1 else ""), own.run_dir)
     with contextlib.ExitStack() as opened:
         servers, channel = None, None
 
         def find() -> tuple[Identity, WorkerHelloReply]:
             nonlocal servers, channel
-            found = identity or identify()
-            found = replace(found, stage=_been_in[found.place] + 1)
+            found = replace(own, stage=_been_in[own.place] + 1)
             servers, channel = _connect(found, opened, alone=identity is None and is_alone(os.environ))
             island.connect(channel)
             return found, _hello(channel, found, timeout_s)
@@ -183,7 +193,7 @@ def join_run(
         if identity.stage > 1:
             raise _second_join(identity, str(error)) from None
         logger.warning("worker %d joins too late and has nothing to do: %s", identity.index, error)
-        raise
+        raise RunOverError(str(error), in_order=ends_others(os.environ)) from None
     except EvictedError:  # its node follows another server now: started again, it joins there
         set_exit_codes()
         raise
@@ -336,7 +346,7 @@ def _hello(channel: Channel, identity: Identity, timeout_s: float) -> WorkerHell
     except ExchangeError as error:
         raise JoinError(str(error)) from None
     except RunOverError as error:
-        over = RunOverError(f"stage {identity.stage} of the run does not begin: {error}", trained=True)
+        over = RunOverError(f"stage {identity.stage} of the run does not begin: {error}", in_order=True)
         logger.warning("worker %d ends: %s", identity.index, over)
         raise over from None
     except ServerLostError:
