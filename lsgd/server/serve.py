@@ -14,6 +14,7 @@ from lsgd.protocol.sockets import Listener
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import Ending, complain, say
 from lsgd.server.global_daemon import GlobalDaemon
+from lsgd.server.inputs import Inputs
 from lsgd.server.journal import Journal, begin
 from lsgd.server.reasons import number_of
 from lsgd.server.report import Record
@@ -73,7 +74,8 @@ def serve_global(
         if state.plan.run.failover == "auto":
             own = Place(state.terms[-1].node, listener.address, keys.public if keys else b"")
             standbys = Standbys(own, keys.listed if keys else None)
-        return GlobalDaemon(coordinator, listener, journal, record, standbys=standbys).run(ending)
+        inputs = Inputs(results)
+        return GlobalDaemon(coordinator, listener, journal, record, standbys=standbys, inputs=inputs).run(ending)
 
 
 def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) -> None:
