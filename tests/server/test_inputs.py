@@ -115,7 +115,7 @@ def test_the_command_shows_what_was_said_decided_and_waited_for(tmp_path) -> Non
         and "\n    waits: 0 of 4 workers have joined" in told.output
     )
     one = CliRunner().invoke(main, ["replay", str(tmp_path), "--worker", "node0/worker1"])
-    assert "node0/worker1" in one.output and "node1/worker0" not in one.output
+    assert "    to node0/worker1" in one.output and "    to node1/worker0" not in one.output
 
 
 def test_a_folder_without_inputs_is_an_error_of_one_line(tmp_path) -> None:
