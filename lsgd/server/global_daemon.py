@@ -219,13 +219,13 @@ class GlobalDaemon:
             self._handle(StopRun(f"the global server got {got}"), now)
         if now - self._ticked_at >= TICK_S:
             self._tick(now)
+            self._inputs.flush()
             self._ticked_at = now
         if now - self._guarded_at >= GUARD_EVERY_S:
             self._guard(now)
             self._guarded_at = now
         self._keep(now)
         self._flush()
-        self._inputs.flush()
         if self._state.over:
             self._progress_at = 0.0  # the last progress has who has left since the end was known
         self._publish(now)

@@ -94,6 +94,13 @@ class Inputs:
             except OSError:
                 self._folder = self._file = None
 
+    def close(self) -> None:
+        """Write what is left, and end."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+        self._folder = self._file = None
+
     def _write(self, record: tuple[Any, ...]) -> None:
         assert self._file is not None
         self._nbytes += self._file.write(msgpack.packb(record))

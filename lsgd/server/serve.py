@@ -1,6 +1,7 @@
 """Serves a run as its global server, in this process."""
 
 import errno
+from contextlib import closing
 from pathlib import Path
 
 from lsgd import __version__
@@ -74,8 +75,8 @@ def serve_global(
         if state.plan.run.failover == "auto":
             own = Place(state.terms[-1].node, listener.address, keys.public if keys else b"")
             standbys = Standbys(own, keys.listed if keys else None)
-        inputs = Inputs(results)
-        return GlobalDaemon(coordinator, listener, journal, record, standbys=standbys, inputs=inputs).run(ending)
+        with closing(Inputs(results)) as inputs:
+            return GlobalDaemon(coordinator, listener, journal, record, standbys=standbys, inputs=inputs).run(ending)
 
 
 def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) -> None:

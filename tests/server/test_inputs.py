@@ -49,7 +49,7 @@ def train(folder: Any, seconds: float) -> NotedRun:
     run = NotedRun(folder, make_plan(period=8, local_period=4, workers=4, lookahead=1), [2, 2], 3, Faults(pause=0.05))
     run._tick()
     run.until(lambda: run.now > seconds)
-    run.server._inputs.flush()
+    run.server._inputs.close()
     return run
 
 
@@ -72,7 +72,7 @@ def test_no_key_and_no_certificate_is_in_the_files(tmp_path) -> None:
     run.state.certificate, run.state.relay_secret = b"a certificate", b"a secret"
     run._tick()
     run.until(lambda: run.now > 3.0)
-    run.server._inputs.flush()
+    run.server._inputs.close()
     (state, *_) = inputs._records(tmp_path / INPUTS[0])
     text = zlib.decompress(state[3])
     assert b"a certificate" not in text and b"a secret" not in text and b"node0/worker0" not in text
