@@ -22,18 +22,20 @@ class JoinError(LsgdError):
 class RunOverError(JoinError, SystemExit):
     """This worker joins too late: the run has ended, or is about to, so nothing is left to do.
 
-    A script that does not handle it ends with this exit code and no traceback. The run is none the worse for it.
+    A script that does not handle it ends with this exit code and no traceback. The run is none the worse for it. The
+    code is 0 if this end is ``in_order``: the process has trained, and the run was stopped before its next stage; or
+    what has started it would end the other workers, which may still save.
     """
 
     exit_code = 69  # EX_UNAVAILABLE
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, *, in_order: bool = False) -> None:
         super().__init__(message)
-        self.code = self.exit_code
+        self.code = self.exit_code = 0 if in_order else self.exit_code
 
 
 class SecondJoinError(JoinError):
-    """This process joins again after the end of the run in which it was: a run is one training."""
+    """This process comes to a next stage of its run, and its servers, which were started by hand, begin none."""
 
     exit_code = 64  # EX_USAGE: the script has to be changed
 

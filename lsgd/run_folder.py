@@ -1,6 +1,7 @@
 """Where checkpoints are: ``<run folder>/checkpoints/run-<run>/<count>/node0-worker1.safetensors``.
 
 After a resume, a folder has checkpoints of several runs: the new run has its own identity and its own folder of files.
+So does each stage of a run, which is a training of the same processes after others: ``f00d``, ``f00d-stage2``, ...
 The layout without ``run-<run>`` is from an earlier lsgd.
 """
 
@@ -8,6 +9,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import sqlite3
 import time
@@ -41,6 +43,20 @@ MOST_NBYTES = 1 << 16
 
 EARLIER = ""
 """Stands for the run of files in the earlier layout."""
+
+
+_STAGE = re.compile(r"-stage(\d+)$")
+
+
+def stage_of(run: str) -> int:
+    """Return which stage of its launch a run is, from 1."""
+    found = _STAGE.search(run)
+    return int(found[1]) if found else 1
+
+
+def stage_name(run: str, stage: int) -> str:
+    """Return the identity of a stage, from that of any stage of the same launch."""
+    return _STAGE.sub("", run) + (f"-stage{stage}" if stage > 1 else "")
 
 
 def checkpoint_path(folder: Path, run: str, count: int, worker: str) -> Path:

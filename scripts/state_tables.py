@@ -4,7 +4,7 @@ import re
 import sys
 from pathlib import Path
 
-from lsgd.client.iteration import step
+from lsgd.client.iteration import rounds, step
 from lsgd.node import allegiance
 from lsgd.server import life
 from lsgd.server.roster import TRANSITIONS, MemberState
@@ -58,7 +58,18 @@ def step_events() -> str:
     return "\n".join([*rows, ""])
 
 
-TABLES = {"protocol.md": (members, lives), "failover.md": (allegiances,), "worker.md": (step_states, step_events)}
+def phases() -> str:
+    """Return the phases of a round as the table in worker.md."""
+    words = [(phase.__name__.strip("_"), (phase.__doc__ or "").splitlines()[0]) for phase in rounds.PHASES]
+    rows = [f"| `{name}` | {text[0].lower()}{text[1:].rstrip('.')} |" for name, text in words]
+    return "\n".join(["| phase of a round | what it does |", "|---|---|", *rows, ""])
+
+
+TABLES = {
+    "protocol.md": (members, lives),
+    "failover.md": (allegiances,),
+    "worker.md": (step_states, step_events, phases),
+}
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER

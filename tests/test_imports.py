@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lsgd"
 LAYERS = (
-    "errors",
+    "errors built",
     "lazy output payload processors registry election settings shards probe digests means observer",
     "scattered",
     "flat",

@@ -115,6 +115,20 @@ def test_sdist_has_what_the_wheel_is_built_from(built):
 
 
 @slow
+def test_two_builds_of_a_commit_are_equal_and_know_it(tmp_path):
+    commit = subprocess.run(["git", "log", "-1", "--format=%h of %cs"], cwd=ROOT, capture_output=True, text=True)
+    if commit.returncode:
+        pytest.skip("this is no checkout of git")
+    for name in ("first", "second"):
+        subprocess.run(["bash", ROOT / "scripts/release.sh", "build", tmp_path / name], check=True)
+    first, second = ({path.name: path.read_bytes() for path in (tmp_path / n).iterdir()} for n in ("first", "second"))
+    assert first == second and len(first) == 2
+    (wheel,) = (tmp_path / "first").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert f'COMMIT = "{commit.stdout.strip()}"' in archive.read("lsgd/built.py").decode()
+
+
+@slow
 def test_commands_of_the_installed_wheel(installed):
     for name in ENTRY_POINTS:
         assert "Usage: " in run(installed, str(installed.parent / name), "--help")

@@ -79,6 +79,10 @@ class Algorithm:
     replaced: bool = False
     """Whether the last commit has replaced this member's model, because it was not finite; each commit says so anew."""
 
+    agreement: float | None = None
+    """How far the members' changes agreed in the last round: the square of their mean's length over the mean of their
+    squared lengths, 1 if all are equal, 1/N if the N have nothing in common. None: nobody has compared them."""
+
     transfer_s: float = 0.0
     """Seconds that the last exchange took, as far as training can hide it; work that is left to a GPU is not in it."""
 

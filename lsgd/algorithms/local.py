@@ -424,7 +424,9 @@ class LocalSGD(Delayed):
                 log.warning("round %d: this worker's model is not finite and is replaced by the common one", order.id)
             rows = (measured[start : start + SUMS] for start in range(0, len(measured), SUMS))
             sums = [(*lengths, usual / parts, steps / parts) for *lengths, usual, steps in rows]
-            scale = self._scale(sums, self._left_out(group, order))
+            share, own, mean, members = self._lengths(sums, self._left_out(group, order))
+            scale = share * _factor(own, mean, members) if self.settings.rescale else share
+            self.agreement = mean / own if 0 < mean <= own < math.inf else None
             found: Mapping[int, str] = {}
             if self._judges(group):
                 found = self._outliers.judge(sums, self._kinds(group))
@@ -462,15 +464,17 @@ class LocalSGD(Delayed):
             else:
                 x.copy_(c)
 
-    def _scale(self, sums: Sequence[Sequence[float]], left_out: Collection[int]) -> float:
-        """Return the factor of the mean change: without those left out, and rescaled if the settings say so."""
+    def _lengths(self, sums: Sequence[Sequence[float]], left_out: Collection[int]) -> tuple[float, float, float, int]:
+        """Return the factor of the mean that those left out ask for, and what it is of.
+
+        Then the mean square of the members' own changes, that of their mean, and how many they are; the squares are 0
+        if nobody needs them.
+        """
         counted = [own for rank, (own, *_) in enumerate(sums) if rank not in left_out]
         # Where an element's sum is divided by those that have sent it, zeros of others change nothing.
         share = 1.0 if self.settings.per_contributor else len(sums) / len(counted)
-        if not self.settings.rescale:
-            return share
         mean = statistics.fmean(of_mean for _, of_mean, *_ in sums) * share * share
-        return share * _factor(statistics.fmean(counted), mean, len(counted))
+        return share, statistics.fmean(counted), mean, len(counted)
 
     def _report(self, found: Mapping[int, str], group: Group, order: Round) -> None:
         """Log who is left out from now on, on that member and on one other, and note if this one gives up."""

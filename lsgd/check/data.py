@@ -11,6 +11,9 @@ SHARD = "loader = worker.shard(loader)"
 SEVERAL = 3
 """So many equal batches or numbers are no chance."""
 
+ENDLESS = "Endless"
+"""What draws in a Trainer's loader: one deal after the other, so that a pass keeps the length that it has alone."""
+
 FEWEST, SHARE = 2, 0.05
 """So many samples, and such a share of a pass, that two workers have drawn are no chance: data may repeat itself."""
 
@@ -63,6 +66,10 @@ def _passes(lives: Sequence[Life]) -> dict[tuple[int, int], list[Pass]]:
         for begins in life.of("pass"):
             if (loader := begins["loader"]) not in order:
                 continue
+            if begins["sampler"] == ENDLESS:
+                for deal, dealt in _deals(life, begins).items():
+                    found.setdefault((order[loader], deal), []).append(Pass(life.worker, begins, dealt, whole=False))
+                continue
             batches = [fact for fact in life.of("batch") if fact["number"] == begins["number"] and not fact["over"]]
             if not batches:
                 continue
@@ -73,11 +80,22 @@ def _passes(lives: Sequence[Life]) -> dict[tuple[int, int], list[Pass]]:
     return {key: whose for key, whose in found.items() if len({each.worker for each in whose}) > 1}
 
 
+def _deals(life: Life, begins: Fact) -> dict[int, list[Fact]]:
+    """Return the batches of a Trainer's pass by the deal of the data that they are from: its length is its own."""
+    found: dict[int, list[Fact]] = {}
+    for fact in life.of("batch"):
+        if fact["number"] == begins["number"] and not fact["over"] and fact["deal"] is not None:
+            found.setdefault(fact["deal"], []).append(fact)
+    return found
+
+
 def _shared(whose: Sequence[Pass]) -> list[Finding]:
     """Return what several workers have drawn: by row numbers where lsgd deals them, else by what the samples hold."""
     begins = whose[0].begins
     by_rows = begins["divided"] and all(each.rows for each in whose)
-    sets: dict[str, set[Any]] = {each.worker: set(each.rows if by_rows else each.samples) for each in whose}
+    sets: dict[str, set[Any]] = {}
+    for each in whose:  # a deal may last for several passes
+        sets.setdefault(each.worker, set()).update(each.rows if by_rows else each.samples)
     (one, mine), *others = sets.items()
     for other, theirs in others:
         both = mine & theirs

@@ -202,6 +202,13 @@ def judge_model(run: Run, saved: Mapping[str, Mapping[str, str]]) -> Verdict:
     if len(ends) < run.workers:
         verdict.unjudged = "not all workers have ended with the run's consensus"
         return verdict
+    changed = [life for life in run.firsts if _changed_since(life)]
+    if len(changed) == 1:  # such as an average of the weights that the first one copies into the model to save it
+        (life,) = changed
+        where, _ = _changed_after(run)
+        line = f", at {where}" if where else ""
+        verdict.notes.append(f"{life.worker} alone changes its weights after the run's end{line}")
+        ends[life.worker] = life.of("end")[-1]
     last, *others = ends.values()
     for worker, other in zip(list(ends)[1:], others, strict=True):
         for kinds, what in ((False, "weights"), (True, "buffers")):
@@ -213,10 +220,21 @@ def judge_model(run: Run, saved: Mapping[str, Mapping[str, str]]) -> Verdict:
                     Finding(where, f"{worker} ends with other {what} than {next(iter(ends))}: {apart[0]}", change)
                 )
     verdict.findings += _saved_otherwise(run, saved)
-    if not verdict.findings and not saved:
-        verdict.unjudged = "the workers end with one model, but the script has saved no file that can be loaded"
+    if not verdict.findings and not _compares(run, saved):
+        why = "the script has saved no file that can be loaded"
+        if saved:
+            why = "in the files that the script has saved nothing has the name or the values of one of its tensors"
+        verdict.unjudged = f"the workers end with one model, but {why}"
     verdict.findings = distinct(verdict.findings)
     return verdict
+
+
+def _changed_since(life: Life) -> bool:
+    """Return whether a worker's model at its exit is another one than that of the run's end, if that was seen."""
+    end, last = life.last("end"), life.last("exit")
+    if end is None or last is None or not end["consensus"]:
+        return False
+    return bool(end["tensors"] != last["tensors"])
 
 
 def _changed_after(run: Run) -> tuple[str, str]:
@@ -243,22 +261,37 @@ def _saved_otherwise(run: Run, saved: Mapping[str, Mapping[str, str]]) -> Iterat
             yield Finding(fact["where"], what, f"save after {ENDS}")
         if final and end is not None:
             fact = final[-1]
+            models = [each["tensors"] for each in life.of("end", "exit")]
             tensors = _named_alike(saved[fact["path"]], end["tensors"])
-            apart = sorted(name for name, digest in tensors.items() if digest != end["tensors"][name])
+            apart = sorted(name for name in tensors if not any(model.get(name) in tensors[name] for model in models))
             if apart:
                 what = f"{_name(fact)} is another model than that of the run's end: {apart[0]}"
                 yield Finding(fact["where"], what, f"save model.state_dict() after {ENDS}")
 
 
-def _named_alike(saved: Mapping[str, str], model: Mapping[str, str]) -> dict[str, str]:
-    """Return a file's tensors by the model's names, whatever stands before these in the file."""
-    found = {}
+def _compares(run: Run, saved: Mapping[str, Mapping[str, str]]) -> bool:
+    """Return whether a file holds tensors of the model, by name or by value."""
+    for life in run.firsts:
+        end = life.last("exit")
+        model: dict[str, str] = end["tensors"] if end is not None else {}
+        for path in {fact["path"] for fact in life.of("file")} & saved.keys():
+            if _named_alike(saved[path], model) or set(saved[path].values()) & set(model.values()):
+                return True
+    return False
+
+
+def _named_alike(saved: Mapping[str, str], model: Mapping[str, str]) -> dict[str, set[str]]:
+    """Return a file's tensors by the model's names, whatever stands before these in the file.
+
+    A name may have several: the weights and their average, for example.
+    """
+    found: dict[str, set[str]] = {}
     for name, digest in saved.items():
         parts = name.split("/")
         for place in range(len(parts)):
             short = "/".join(parts[place:]).removeprefix("module.").removeprefix("_orig_mod.")
             if short in model:
-                found[short] = digest
+                found.setdefault(short, set()).add(digest)
                 break
     return found
 

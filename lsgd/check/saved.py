@@ -1,5 +1,7 @@
 """Reads the files that a script has saved, as far as they hold tensors."""
 
+import pickle
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,10 +18,20 @@ def loaded(path: Path) -> dict[str, str]:
         if path.suffix == ".safetensors":
             found: object = load_file(path)
         else:
-            found = torch.load(path, map_location="cpu", weights_only=True)
+            found = _unpickled(path)
     except Exception:  # of any kind of file, in any state
         return {}
     return {name: digest_of(tensor) for name, tensor in _tensors(found) if tensor.layout == torch.strided}
+
+
+def _unpickled(path: Path) -> object:
+    """Return what a file of torch.save holds; with objects of libraries in it, too: the script has just written it."""
+    if not zipfile.is_zipfile(path):
+        return None
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def _tensors(found: object, name: str = "") -> Iterator[tuple[str, Tensor]]:

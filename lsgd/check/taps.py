@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import Tensor
 from torch.utils import _pytree
@@ -19,6 +20,7 @@ from torch.utils.data import dataloader as torch_dataloader
 from lsgd.check.lines import here
 from lsgd.check.weights import digest_of
 from lsgd.client.data.first import digest
+from lsgd.client.data.trainers import Endless
 
 Note = Callable[..., None]
 """Notes a fact: its kind, and values by name."""
@@ -51,8 +53,10 @@ def tap_loaders(note: Note) -> None:
 
     @functools.wraps(index)
     def next_index(self: Any) -> Any:
+        before = _epoch(self._index_sampler)
         rows = index(self)
-        self.__dict__.setdefault("_rows", deque()).append(rows)
+        deal = before if before == _epoch(self._index_sampler) else None  # some are of the next one
+        self.__dict__.setdefault("_rows", deque()).append((rows, deal))
         return rows
 
     @functools.wraps(again)
@@ -68,13 +72,19 @@ def tap_loaders(note: Note) -> None:
         except StopIteration:
             note("pass_ends", loader=loader, number=number)
             raise
-        rows = self._rows.popleft() if getattr(self, "_rows", None) else None
-        about = {"rows": _rows(rows), "samples": samples_of(batch), "digest": digest(batch)}
+        rows, deal = self._rows.popleft() if getattr(self, "_rows", None) else (None, None)
+        about = {"rows": _rows(rows), "deal": deal, "samples": samples_of(batch), "digest": digest(batch)}
         note("batch", loader=loader, number=number, where=here(), **about)
         return batch
 
     DataLoader.__iter__ = iter_  # type: ignore[method-assign]
     kind.__next__, kind._next_index, kind._reset = next_, next_index, reset
+
+
+def _epoch(sampler: Any) -> int | None:
+    """Return the epoch of the deals that a Trainer's loader draws one after the other; None: it has none."""
+    drawn = getattr(sampler, "sampler", sampler)
+    return int(drawn.passes.epoch) if isinstance(drawn, Endless) else None
 
 
 def _divided(loader: Any) -> bool:
@@ -103,17 +113,22 @@ def _rows(rows: Any) -> list[int] | None:
 def tap_files(note: Note, scratch: str) -> None:
     """Note each file that the script opens to write.
 
-    torch.save writes by itself, so its calls are noted. A link to a file of the user's is removed before: the script
-    writes a file of its own.
+    torch.save and safetensors write by themselves, so their calls are noted. A file that was written under another name
+    has the one that it gets. A link to a file of the user's is removed before: the script writes a file of its own.
 
     Args:
         note: see :data:`Note`.
         scratch: the check's own folder in the scratch folder; links are beside it.
     """
     inside = False
+    written = set[str]()
 
     def heard(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal inside
+        if event == "os.rename" and not inside:
+            inside = True
+            renamed(*arguments[:2])
+            inside = False
         if event != "open" or inside:
             return
         path, _, flags = arguments
@@ -124,9 +139,14 @@ def tap_files(note: Note, scratch: str) -> None:
             path = os.path.abspath(os.fsdecode(path))
             if not path.startswith(("/dev/", "/proc/", "/sys/", scratch)) and (where := here(sys._getframe(1))):
                 unlink(path)
+                written.add(path)
                 note("file", path=path, where=where, by="open")
         finally:
             inside = False
+
+    def renamed(before: Any, after: Any) -> None:
+        if isinstance(before, str | bytes | os.PathLike) and os.path.abspath(os.fsdecode(before)) in written:
+            note("file", path=os.path.abspath(os.fsdecode(after)), where=here(sys._getframe(2)), by="rename")
 
     def unlink(path: str) -> None:
         if os.path.islink(path) and path.startswith(os.path.dirname(scratch)):
@@ -136,17 +156,19 @@ def tap_files(note: Note, scratch: str) -> None:
                 shutil.copyfile(whole, path)
 
     sys.addaudithook(heard)
-    save = torch.save
+    for owner, name in ((torch, "save"), (safetensors.torch, "serialize_file")):
+        save = getattr(owner, name)
 
-    @functools.wraps(save)
-    def torch_save(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(f, str | os.PathLike):
-            unlink(os.path.abspath(os.fspath(f)))
-        save(obj, f, *args, **kwargs)
-        if isinstance(f, str | os.PathLike):
-            note("file", path=os.path.abspath(os.fspath(f)), where=here(), by="torch.save")
+        def saved(obj: object, f: Any, *args: Any, save: Any = save, by: str = name, **kwargs: Any) -> None:
+            path = os.path.abspath(os.fspath(f)) if isinstance(f, str | os.PathLike) else scratch
+            if not path.startswith(scratch):
+                unlink(path)
+            save(obj, f, *args, **kwargs)
+            if not path.startswith(scratch):
+                written.add(path)
+                note("file", path=path, where=here(), by=by)
 
-    torch.save = torch_save
+        setattr(owner, name, functools.wraps(save)(saved))
 
 
 def tap_seeds(note: Note) -> None:

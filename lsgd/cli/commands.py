@@ -16,13 +16,14 @@ from click.shell_completion import get_completion_class
 from rich.console import Console
 from rich.live import Live
 
-from lsgd import __version__
 from lsgd.algorithms import ALGORITHMS
+from lsgd.built import described
 from lsgd.cli import check, options, quickstart, runs, up, watching
 from lsgd.cli.options import Commands, Main, first_steps
 from lsgd.errors import JoinError
 from lsgd.node import gpus, storing
-from lsgd.node.launch import LaunchSettings, launch
+from lsgd.node.commands import LaunchSettings
+from lsgd.node.launch import launch
 from lsgd.node.place import Place, find_place
 from lsgd.output import show_any_text
 from lsgd.plan import plan
@@ -48,7 +49,7 @@ PLAIN_HELP = "Print lines only, as without a terminal: no progress display, no c
 
 
 @click.group(cls=Main, context_settings={"max_content_width": 110}, invoke_without_command=True)
-@click.version_option(__version__)
+@click.version_option(described(), message="lsgd %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
     """Train one PyTorch model on several machines with local SGD."""

@@ -11,7 +11,8 @@ import click
 import lsgd
 from lsgd.errors import ConfigError
 from lsgd.node import gpus
-from lsgd.node.launch import LaunchSettings, launch
+from lsgd.node.commands import LaunchSettings
+from lsgd.node.launch import launch
 from lsgd.node.place import Place
 
 SCRIPT, PLAN = "digits.py", "digits.toml"

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 from torch import nn
 
@@ -29,9 +30,7 @@ def lack_of_room(model: nn.Module) -> str:
 
 def _of_host() -> Iterator[int]:
     """Yield the bytes that the machine and this process's control groups leave."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            yield 1024 * int(line.split()[1])
+    yield psutil.virtual_memory().available
     for group in control_groups("memory"):
         yield from left_in(group)
 

@@ -20,7 +20,7 @@ from lsgd.algorithms.base import is_muon
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model, save_to_store
-from lsgd.client.control.closing import CodedError, exit_at_once, exit_for, leave_on_errors, on_error
+from lsgd.client.control.closing import CodedError, exit_at_once, exit_for, leave_ended, leave_on_errors, on_error
 from lsgd.client.control.identity import Identity
 from lsgd.client.control.island import Island, island_of
 from lsgd.client.control.joining import (
@@ -57,7 +57,7 @@ from lsgd.errors import (
 )
 from lsgd.flat import FlatParameters
 from lsgd.observer import listen_if_asked, observed, observer
-from lsgd.protocol.messages import LOOP_ENDED, MAX_LOGGED, Data, Dealt, Leave, Left, Status, StatusQuery
+from lsgd.protocol.messages import LOOP_ENDED, MAX_LOGGED, Data, Dealt, Leave, Left, Status, StatusQuery, Stop
 from lsgd.run_folder import CHECKPOINTS
 from lsgd.schedulers import counts, inner
 from lsgd.settings import AlgorithmSettings
@@ -158,6 +158,7 @@ class Worker:
             ConfigError: the model, an optimizer, a variable or a checkpoint cannot be used.
         """
         listen_if_asked()
+        leave_ended()
         island, ddp = island_of(model), ddp_of(model)
         model = bare(model)
         log_to_stderr(logging.INFO if island.is_head else logging.WARNING)
@@ -169,7 +170,9 @@ class Worker:
                 if checkpoint_dir is None and identity.run_dir is not None:
                     checkpoint_dir = identity.run_dir / CHECKPOINTS
                 folder = None if checkpoint_dir is None else Path(checkpoint_dir)
-                checkpoints = Checkpoints(model, optimizers, extra or {}, folder, identity.resume, island)
+                checkpoints = Checkpoints(
+                    model, optimizers, extra or {}, folder, identity.resume, island, identity.stage
+                )
                 checkpoints.restarted = identity.restarted
                 muon, lack, load = is_muon(optimizers), lack_of_room(model), checkpoints.load
                 membership = join_run(model, found, timeout_s, load, island, step, bears_delay=muon and not lack)
@@ -186,6 +189,8 @@ class Worker:
                 exchanged = isinstance(replica.algorithm, GradientAlgorithm)
                 first.watch(model.parameters(), replica.optimizers, exchanged=exchanged)
                 worker = cls(membership, replica, Steps(membership, replica, checkpoints), checkpoints, first)
+                if membership.passed:
+                    worker._pass()
                 observer().joined(worker, model, optimizers)
                 return worker
 
@@ -256,7 +261,8 @@ class Worker:
         is started again begins where the others are: ``for step in range(worker.step, max_steps)``.
         """
         observer().reads("step")
-        return self._membership.welcome.step + self._steps.rounds.grants.done
+        step = self._membership.welcome.step + self._steps.rounds.grants.done
+        return max(step, self.steps) if self._membership.passed else step
 
     @property
     def progress(self) -> float:
@@ -824,11 +830,11 @@ class Worker:
         """Tell the servers once that this worker leaves; unused grants go back. A fork of the process says nothing."""
         if not self._open or os.getpid() != self._pid:
             return
-        if failed:
-            self._membership.has_failed()
+        if not failed:
+            self._membership.ends_stage()
         why = reason or ("the run is over" if self.stopped else LOOP_ENDED)
         self._steps.close()
-        self._steps.rounds.entry.leave(cut=failed)
+        self._steps.rounds.groups.leave(cut=failed)
         if not self.is_head:
             self._membership.close()
             return
@@ -843,6 +849,16 @@ class Worker:
             )
         finally:
             self._membership.close()
+
+    def _pass(self) -> None:
+        """Go through a stage of the run that is over without training."""
+        if not self._checkpoints.iterations:
+            logger.warning(
+                "%s has no checkpoint of stage %d of the run, so its model is not what was trained there",
+                *(self.name, self._membership.identity.stage),
+            )
+        self._steps.rounds.grants.ending = Stop(0, None, "this stage of the run is over", late=True)
+        self._steps.step.advance(Event.STOP)
 
     def __enter__(self) -> Self:
         return self
@@ -860,6 +876,11 @@ class Worker:
     def fails(self, error: BaseException) -> None:
         """Leave the run because the script ends with an error; nothing does so after an orderly end."""
         self._end(failed=True, reason=f"{type(error).__name__}: {error}")
+
+    def gives_way(self) -> None:
+        """Leave a run that has ended, because the script joins again."""
+        if self.stopped and self._open and (broken := self._end_judged()) is not None:
+            exit_for(broken, self.name)
 
     def at_exit(self) -> None:
         """Leave the run when the script ends without having done so; :meth:`_end_judged` may set the exit code."""

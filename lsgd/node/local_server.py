@@ -49,6 +49,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.protocol.processes import Processes
 from lsgd.protocol.sockets import Connector, Listener, wait_for
+from lsgd.run_folder import stage_name, stage_of
 from lsgd.server import daemon, succession
 from lsgd.server.daemon import EXIT_AT_ONCE, TICK_S, Ending, Refusals
 from lsgd.server.held import HeldCopy
@@ -97,6 +98,8 @@ class LocalServer:
         elsewhere: the other places of the run.
         when_moved: called with the place of the server that this node follows, and then those where it may be later.
         clock: returns seconds that never go back.
+        stages: whether its owner begins the next stage of the run when :attr:`next_is_due`.
+        former: the local server of the stage before, whose workers may still say that they leave that one.
 
     Attributes:
         processes: watch over the ends of the workers' processes; it may watch others too.
@@ -110,6 +113,8 @@ class LocalServer:
         copy: of the global server's journal, if this node is a standby.
         allegiance: whom this node follows, and whether its own servers serve the run.
         relay: address of the relay, and the proof for it, as last heard.
+        nodes: how many nodes may begin a next stage; 0: there is none, or this one is not over.
+        wanted: whether a worker has come for the next stage.
     """
 
     def __init__(
@@ -127,7 +132,13 @@ class LocalServer:
         elsewhere: Elsewhere,
         when_moved: Callable[[Sequence[Place]], None] = lambda places: None,
         clock: Callable[[], float] = time.monotonic,
+        stages: bool = False,
+        former: "LocalServer | None" = None,
     ) -> None:
+        self._former: set[bytes] = former._former | former._workers.keys() if former else set()  # their sockets
+        self.processes: Processes = former.processes if former else Processes()
+        self.ended: set[str] = set(former.ended) if former else set()
+        self._stages, self._stage = stages, former.stage + 1 if former else 0  # 0: that which the global server has
         self._node = node
         self._own_workers = workers
         self._incarnation = incarnation
@@ -141,11 +152,10 @@ class LocalServer:
         self._dismissed: dict[bytes, list[bytes]] = {}  # by socket: what workers are told that have to join again
         self._say = say
         self._complain = complain
-        self.processes = Processes()
         self.over = False
         self.outcome = self.failure = ""
+        self.nodes, self.wanted = 0, False
         self.joined: set[str] = set()
-        self.ended: set[str] = set()
         self._workers: dict[bytes, str] = {}
         self.heard_at: float | None = None
         self.rounds_at: dict[str, float] = {}
@@ -175,6 +185,12 @@ class LocalServer:
         """Let something happen to whom this node follows; its owner knows what happens to its servers."""
         self.allegiance = self.allegiance.upon(event, self._clock(), stranger)
 
+    @property
+    def places(self) -> list[Place]:
+        """Where the run is served, and then where it may be later."""
+        served, *others = self.elsewhere.places
+        return [replace(served, address=self._global.address), *others]
+
     def run(self, ending: Ending) -> int:
         """Serve until the run is over or ``ending`` begins, and return the exit code."""
         may_end_at = self._started_at + (GATHER_S if ending.first else 0.0)
@@ -192,6 +208,21 @@ class LocalServer:
             ending.wakeup.clear()
         self.close()
         return 0
+
+    @property
+    def stage(self) -> int:
+        """Which stage of the run it carries, from 1; 0: it does not know yet."""
+        return self._stage or (stage_of(self.elsewhere.run) if self.elsewhere.run else 0)
+
+    @property
+    def next_run(self) -> str:
+        """The identity of the run's next stage."""
+        return stage_name(self.elsewhere.run, self.stage + 1)
+
+    @property
+    def next_is_due(self) -> bool:
+        """Whether a worker waits for the next stage, and this node has nothing left to do in this one."""
+        return self.wanted and self.nodes > 0 and self.finished
 
     @property
     def finished(self) -> bool:
@@ -341,7 +372,7 @@ class LocalServer:
             self.copy = HeldCopy()
         if welcome.places and self.elsewhere.places != self._told:
             self._told = self.elsewhere.places
-            self._when_moved([replace(self._told[0], address=self._global.address), *self._told[1:]])
+            self._when_moved(self.places)
         self.heard_at = self._now
         if welcome.relay and (welcome.relay, welcome.relay_secret) != self.relay:
             self.relay = welcome.relay, welcome.relay_secret
@@ -367,7 +398,7 @@ class LocalServer:
     def _hello(self) -> NodeHello:
         host = socket.gethostname()
         who = PROTOCOL, self._node, self._incarnation, host, __version__, self._own_workers
-        return NodeHello(*who, self._place, self.copy.copied)
+        return NodeHello(*who, self._place, self.copy.copied, stage=self.stage)
 
     def _upward(self, now: float) -> None:
         """Forward the workers' messages in one batch."""
@@ -382,8 +413,15 @@ class LocalServer:
                 if peer in self._dismissed:  # what it says is of no part of the run that this node is in
                     self._listener.send(peer, self._dismissed[peer] * (kind_of(frame) in _ASKING))
                     continue
+                if peer in self._former:  # it leaves a stage that is over, or never will
+                    answer = Left() if kind_of(frame) is Leave else GivenUp()
+                    self._listener.send(peer, [encode(answer)] * (kind_of(frame) in _ASKING))
+                    continue
                 if self._farewell and kind_of(frame) is Join:
-                    self._dismiss(peer, frame)
+                    if self.wanted and self.nodes:
+                        self._listener.send(peer, [self._until_next()])
+                    else:
+                        self._dismiss(peer, frame)
                     continue
                 if kind_of(frame) in _ROUND_ENDS and (worker := self._workers.get(peer)):
                     self.rounds_at[worker] = now
@@ -415,7 +453,17 @@ class LocalServer:
         assert isinstance(where, WorkerHello)
         if peer == str(where.incarnation).encode():  # the name of every worker's socket
             self.processes.watch(peer, where.pid, where.pid_namespace)
-        self._listener.send(peer, [encode(self._here())])
+        answer = encode(self._here())
+        if self._stages and 0 < self.stage < where.stage:
+            ends = bool(self._farewell) and not self.nodes
+            self.wanted = not ends
+            answer = encode(Over(self.outcome or self._farewell.reason)) if ends else self._until_next()
+        self._listener.send(peer, [answer])
+
+    def _until_next(self) -> bytes:
+        """Return what a worker is told that has come for the next stage."""
+        waits = f"stage {self.stage + 1} of the run begins when stage {self.stage} is over for all workers of this node"
+        return encode(Waiting(0, waits, away=True))
 
     def _dismiss(self, peer: bytes, frame: bytes) -> None:
         with contextlib.suppress(ProtocolError):
@@ -447,9 +495,12 @@ class LocalServer:
         assert isinstance(message, Join | Leave | Request)
         if peer != str(message.incarnation).encode():  # it came late, over a connection that was replaced
             return
+        if isinstance(message, Join) and message.stage < self.stage:  # it will not be a member
+            return
         if isinstance(message, Join) and peer not in self._workers:
             self._workers[peer] = message.worker
             self.joined.add(message.worker)
+            self.ended.discard(message.worker)
             self._say(f"{message.worker} joins")
         elif isinstance(message, Request):  # it joined through this server's predecessor
             self._workers[peer] = message.worker
@@ -511,8 +562,8 @@ class LocalServer:
                 self._stop_heard = self._global
             case Refused(reason):
                 self._refuse(reason)
-            case RunOver(reason):
-                self.over, self.outcome = True, reason
+            case RunOver(reason, nodes):
+                self.over, self.outcome, self.nodes = True, reason, nodes
                 self.end(f"the run is over: {reason}")
                 self._farewell.is_asked_for()
             case Left():

@@ -50,6 +50,23 @@ class _Step:
     clean: bool = False
 
 
+@dataclass(frozen=True)
+class Stage:
+    """What a node has for one stage of the run, besides its workers.
+
+    Args:
+        local: the local server, which carries it.
+        commands: servers to start, and observers.
+        panel: what shows it on a terminal.
+        serve: returns the commands of the servers with which this node takes over; raises ConfigError if it cannot.
+    """
+
+    local: LocalServer
+    commands: Sequence[Command]
+    panel: Panel | None
+    serve: Callable[[], Sequence[Command]]
+
+
 class Node:
     """Runs the processes of a node until all have ended, or ends them.
 
@@ -66,8 +83,8 @@ class Node:
         start: starts the process of a command; gets its position, and whether it is a restart.
         say: shows a line.
         shared: whether the run has other nodes, which may need this node's servers when its workers have ended.
-        serve: returns the commands of the servers with which this node takes over the run; raises ConfigError if it
-            cannot.
+        serve: as in :class:`Stage`.
+        following: returns what this node has for the next stage with this number of workers; the present one is over.
         clock: returns seconds that never go back.
     """
 
@@ -82,6 +99,7 @@ class Node:
         panel: Panel | None = None,
         shared: bool = False,
         serve: Callable[[], Sequence[Command]] = tuple,
+        following: Callable[[int], Stage] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
@@ -93,7 +111,7 @@ class Node:
         self._now = clock()
         self._panel = panel
         self._shared = shared
-        self._serve = serve
+        self._serve, self._following = serve, following
         self._children: list[Child] = []
         self._dropped: list[Child] = []  # killed, and no part of the node any more
         self._failed: Child | None = None
@@ -102,7 +120,7 @@ class Node:
         self._signalled: signal.Signals | None = None
         self._step: _Step | None = None
         self._steps: deque[_Step] = deque()
-        self._deadline_s = 0.0
+        self._deadline_s = self._stage_over_at = 0.0
         self._restarts = Restarts()
         self._due: dict[str, float] = {}  # when to restart it, by name
 
@@ -149,11 +167,41 @@ class Node:
             self._stop(signal.Signals[signals.received.pop(0)])
         self._reap()
         self._match_servers()
+        if self._local.next_is_due and self._step is None:
+            self._begin_next()
         if self._local.failure and (self._step is None or self._step.clean):
             self._say(f"{self._name}: {self._local.failure}")
             self._end(self._ends())
         self._start_again()
         return self._advance()
+
+    def _begin_next(self) -> None:
+        """Begin the next stage of the run, once the servers of this one have ended."""
+        assert self._following is not None
+        old = [child for child in self._children if child.role.serves or child.role is Role.OBSERVER]
+        self._stage_over_at = self._stage_over_at or self._now
+        patient = self._now - self._stage_over_at < OBSERVE_PATIENCE_S
+        if patient and any(child.status is None for child in old if child.role is not Role.RELAY):
+            return
+        self._stage_over_at = 0.0
+        self._drop(old)
+        if self._panel:
+            self._panel.close()
+        workers = [child for child in self._children if child.role is Role.WORKER]
+        try:
+            stage = self._following(sum(child.status is None or child.name in self._due for child in workers))
+        except ConfigError as error:
+            self._say(f"the next stage cannot begin: {error}")
+            self._end_cleanly()
+            return
+        self._local, self._panel, self._serve = stage.local, stage.panel, stage.serve
+        self._say(f"{self._name}: stage {stage.local.stage} of the run begins")
+        kept = [command for command in self._commands if command.role in (Role.WORKER, Role.PAGE)]
+        for number, command in enumerate(stage.commands, start=len(kept)):
+            self._start(command, number)
+        self._commands = [*kept, *stage.commands]
+        if self._panel:
+            self._panel.start()
 
     @property
     def serves(self) -> bool:
@@ -251,7 +299,7 @@ class Node:
         if self._step is not None:
             return self._step.clean and child.role.serves
         evicted = child.status == EvictedError.exit_code  # on joining it learns that the run is over
-        return evicted or child.role is Role.SERVER or not self._is_over
+        return evicted or child.role is Role.SERVER or not self._is_over or self._local.wanted
 
     @property
     def _is_over(self) -> bool:

@@ -1,6 +1,7 @@
 """Where a launcher is: which node of how many, and node 0's address."""
 
 import ipaddress
+import re
 import socket
 import subprocess
 import time
@@ -82,6 +83,11 @@ def find_place(node: int | None, nodes: int | None, address: str | None, environ
     if nodes > 1 and not address:
         raise ConfigError(
             "every node needs the address of node 0: set IP_ADDR (--address), for example IP_ADDR=10.0.0.1"
+        )
+    if address and ("://" in address or re.fullmatch(r"[^:]*:[0-9]+", address)):
+        raise ConfigError(
+            f"{address!r} is more than an address: give node 0's host name or address alone, as IP_ADDR=10.0.0.1 "
+            "(--address), and the port beside it, as PORT=27400 (--port)"
         )
     return Place(node, nodes, address or "127.0.0.1", starter)
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from lsgd.errors import EvictedError, JoinError, NotTrainedError, RunOverError, SecondJoinError, ServerLostError
+from lsgd.errors import EvictedError, JoinError, NotTrainedError, RunOverError, ServerLostError
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading, Transcript
 from lsgd.run_folder import runs
@@ -249,8 +249,6 @@ class Child:
             return f"was refused by the run (exit code {self.status})"
         if self.role is Role.WORKER and self.status == RunOverError.exit_code:
             return f"joined too late, and has not trained since (exit code {self.status})"
-        if self.role is Role.WORKER and self.status == SecondJoinError.exit_code:
-            return f"joined a second time, after the end of the run (exit code {self.status})"
         if self.status == NotTrainedError.exit_code:
             return (
                 f"ended without training in the run (exit code {self.status}): its script has to call "

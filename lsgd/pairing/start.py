@@ -9,7 +9,7 @@ from typing import Any
 
 from lsgd.errors import ConfigError
 from lsgd.node import gpus
-from lsgd.node.launch import LaunchSettings
+from lsgd.node.commands import LaunchSettings
 from lsgd.node.place import Place
 from lsgd.pairing.about import About, of_this_machine
 from lsgd.pairing.code import OwnCode, new_code

@@ -45,12 +45,14 @@ class WorkerHello:
     Args:
         pid: of the process, so that the local server sees at once when it ends; 0: unknown.
         pid_namespace: inode of ``/proc/self/ns/pid``, where the process id is valid.
+        stage: which one of the run it comes to, from 1: it has been in those before.
     """
 
     protocol: int
     incarnation: int
     pid: int = 0
     pid_namespace: int = 0
+    stage: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class Join:
         resumed_run: run that wrote this checkpoint; empty if it has none.
         step: place in its script's own loop, where that has resumed by itself.
         bears_delay: whether it trains with Muon, and has memory for a delay.
+        stage: as in :class:`WorkerHello`. A worker that comes to an earlier stage than the run's is welcomed, but no
+            member; the run's identity says so.
     """
 
     protocol: int
@@ -110,6 +114,7 @@ class Join:
     resumed_run: str = ""
     step: int = 0
     bears_delay: bool = False
+    stage: int = 1
 
     @property
     def origin(self) -> Origin:
@@ -328,6 +333,7 @@ class NodeHello:
         place: address where it could start a global server; empty: it cannot.
         copied: number of the last :class:`Copy` that it has; 0: none; negative: rounds before it were lost.
         looks: whether it follows another server, and only wants to know what this one serves.
+        stage: the one of the run that its workers come to; 0: that which the server has.
     """
 
     protocol: int
@@ -339,6 +345,7 @@ class NodeHello:
     place: str = ""
     copied: int = 0
     looks: bool = False
+    stage: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -429,9 +436,14 @@ class NodeLeave:
 
 @dataclass(frozen=True, slots=True)
 class RunOver:
-    """The global server tells local servers that the run is over; they answer :class:`NodeLeave`."""
+    """The global server tells local servers that the run, or its stage, is over; they answer :class:`NodeLeave`.
+
+    ``nodes``: how many took part to the end, and may begin a next stage; 0: there is none, because this one was
+    stopped, or has failed.
+    """
 
     reason: str
+    nodes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

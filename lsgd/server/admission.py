@@ -3,6 +3,7 @@
 from collections.abc import Collection, Sequence
 
 from lsgd.protocol.messages import Join, NodeHello, Over, Refused, Waiting, Welcome
+from lsgd.run_folder import stage_of
 from lsgd.server import answers, endings
 from lsgd.server.greetings import differences, objection, origin_of
 from lsgd.server.life import Stage
@@ -14,6 +15,9 @@ from lsgd.server.succession import is_minority
 
 def join(state: RunState, join: Join) -> None:
     """Answer a worker that asks to join."""
+    if join.stage < stage_of(state.run):  # it goes through that one without training
+        state.answer_to(join, Welcome(state.run, state.plan.to_json(), 0, 1, (), newcomer=True))
+        return
     old = state.roster.members.get(join.worker)
     if old is not None and old.join.incarnation == join.incarnation:
         old.heard_at = state.now
@@ -41,7 +45,7 @@ def _objection(state: RunState, join: Join, old: Member | None) -> Reason:
     """Return why a worker cannot join, or no reason; ``old`` is the member with its name."""
     if state.failed:
         return state.failed
-    if state.roster.has_ended(join.worker, join.incarnation):
+    if state.roster.has_ended(join.worker, join.incarnation) and not _never_asked(state, join):
         return Why.CAME_BACK(worker=join.worker)
     if old is not None:
         if old.challenger[0] != join.incarnation:
@@ -50,6 +54,12 @@ def _objection(state: RunState, join: Join, old: Member | None) -> Reason:
             return Why.NAME_TAKEN(worker=join.worker, heard_s=state.now - old.heard_at)
     others = [m.join for m in state.roster.members.values() if m is not old]
     return objection(join, others, state.plan.transport)
+
+
+def _never_asked(state: RunState, join: Join) -> bool:
+    """Whether a process was evicted for its silence before it could hear that it is welcome: it joins again."""
+    before = state.roster.left.get(join.worker)
+    return before is not None and before.join.incarnation == join.incarnation and before.was_silent and before.seq < 1
 
 
 def _admit(state: RunState, join: Join) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from lsgd import __version__
+from lsgd.built import described
 from lsgd.errors import ConfigError
 from lsgd.node.elsewhere import Elsewhere, Knock, dial
 from lsgd.node.local_server import LocalServer
@@ -32,7 +33,7 @@ _PATH: Any = click.Path(path_type=Path)
 
 
 @click.command(context_settings={"max_content_width": 110})
-@click.version_option(__version__)
+@click.version_option(described(), message="lsgd-server %(version)s")
 @click.option("--global", "roles", flag_value="global", multiple=True, help="Be the global server, one for the run.")
 @click.option("--local", "roles", flag_value="local", multiple=True, help="Be the local server of a machine.")
 @click.option(
@@ -76,6 +77,7 @@ _PATH: Any = click.Path(path_type=Path)
     help="Local: the file with this node's token; else LSGD_TOKEN, or the user's, where one is needed.",
 )
 @click.option("--launched", is_flag=True, hidden=True, help="Global: lsgd launch says how the other nodes join.")
+@click.option("--run", default="", hidden=True, help="Global: identity of a new run; --node is where it begins.")
 @click.option("--insecure", is_flag=True, help="Go without keys on a network where everybody is trusted.")
 @plan_options
 def main(
@@ -92,6 +94,7 @@ def main(
     keys_path: Path | None,
     token_path: Path | None,
     launched: bool,
+    run: str,
     insecure: bool,
     **flags: Any,
 ) -> None:
@@ -110,7 +113,7 @@ def main(
     role = roles[0] if roles else None
     try:
         if role == "global":
-            if connect or node or token_path:
+            if connect or (node and not run) or token_path:
                 raise ConfigError("--connect, --node and --token belong to a local server; omit them with --global")
             if continues and not journal_path:
                 raise ConfigError("--continue continues the run in a journal; name it: --journal FILE")
@@ -131,6 +134,8 @@ def main(
                     relay=relay_address or "",
                     continues=continues,
                     launched=launched,
+                    run=run,
+                    node=node,
                 )
             )
         if role == "local":

@@ -42,6 +42,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Listener, wait_for
+from lsgd.run_folder import stage_of
 from lsgd.server import daemon, endings
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
@@ -93,10 +94,12 @@ class _Farewell:
     Args:
         began_at: when it began.
         awaited_at: when there last was somebody who had not heard of it.
+        nodes: as in :class:`RunOver`.
     """
 
     began_at: float
     awaited_at: float
+    nodes: int
 
 
 @dataclass
@@ -223,7 +226,7 @@ class GlobalDaemon:
         self._publish(now)
         self._write_down(now, last=self._state.over)
         if self._state.over:
-            self._farewell = _Farewell(now, now)
+            self._farewell = _Farewell(now, now, self._next_nodes(now))
             self._dismiss(self._farewell, now)
 
     def _tell_where(self, moved: Moved, now: float) -> None:
@@ -272,7 +275,7 @@ class GlobalDaemon:
         if not silent and (self._nodes or self._follows(now)):
             farewell.awaited_at = now
         for node in self._nodes.values():
-            self._send(node.peer, b"", RunOver(reason))
+            self._send(node.peer, b"", RunOver(reason, farewell.nodes))
         self._flush()
         least_s = RETURN_WITHIN_S if self._journal and self._journal.resumed else LAST_WORDS_S
         if lasts_s < least_s or now - farewell.awaited_at < LAST_WORDS_S:
@@ -282,6 +285,13 @@ class GlobalDaemon:
         end = ", without a consensus" if self._state.in_vain else ""
         say(f"the run is over{end}: {reason}; {self._state.ledger.count} iterations")
         self.exit_code = 1 if self._state.failed else 0
+
+    def _next_nodes(self, now: float) -> int:
+        """Return how many nodes may begin a next stage."""
+        state = self._state
+        if state.failed or state.in_vain or state.stopping.code == Why.ORDERED.code:
+            return 0
+        return sum(now - node.heard_at < NODE_LEASE_S for node in self._nodes.values())
 
     def _follows(self, now: float) -> bool:
         """Whether somebody reads the stream of events, and has not been sent the last ones."""
@@ -420,6 +430,13 @@ class GlobalDaemon:
         self._happened.append(Note("", words))
 
     def _hello(self, peer: bytes, hello: NodeHello, now: float) -> None:
+        if hello.stage and hello.stage != (own := stage_of(self._state.run)):
+            if hello.stage < own:  # it has not heard how that one ended
+                self._send(peer, b"", RunOver(f"stage {hello.stage} of the run is over", len(self._nodes) or 1))
+            elif hello.node in self._nodes and not hello.looks:  # it has gone on, so it has left this one
+                self._nodes.pop(hello.node)
+                self._act(self.coordinator.handle(NodeLeave(hello.node, hello.incarnation, "the next stage"), now))
+            return
         if not self._is_open and hello.node != self._state.terms[-1].node:
             self._early.add(peer)
             return

@@ -243,8 +243,20 @@ def _damaged(path: Path, error: Exception) -> str:
     return f"the journal {path} is damaged: {error}; delete {path.name}* to begin a new run, and restart its workers"
 
 
-def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> RunState:
+def new_run() -> str:
+    """Return an identity for a run that no other has."""
+    return secrets.token_hex(6)
+
+
+def begin(plan: Plan, journal: Journal | None, *, continues: bool = False, run: str = "", node: int = 0) -> RunState:
     """Return the state of a new run, or of the unfinished one that the journal holds.
+
+    Args:
+        plan: of a new run.
+        journal: what holds an unfinished one.
+        continues: whether it must.
+        run: identity of a new run; empty: one that no other has.
+        node: where it begins.
 
     Raises:
         ConfigError: the journal cannot be continued, or it holds no run and ``continues`` forbids a new one.
@@ -256,7 +268,7 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False) -> Ru
             f"over. Its workers save checkpoints; continue from those with RESUME=1 (lsgd launch --resume)"
         )
     if journal is None or kept is None:
-        return RunState(plan, secrets.token_hex(6))
+        return RunState(plan, run or new_run(), terms=(Term(1, node),))
     saved, elections = kept
     try:
         state = restore(saved, time.monotonic())

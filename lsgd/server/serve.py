@@ -35,6 +35,8 @@ def serve_global(
     relay: str = "",
     continues: bool = False,
     launched: bool = False,
+    run: str = "",
+    node: int = 0,
 ) -> int:
     """Serve a run until it is over, or ``ending`` begins, and return the exit code.
 
@@ -49,13 +51,15 @@ def serve_global(
         relay: address of the relay beside it, if any.
         continues: whether to continue the run in the journal, or to raise.
         launched: whether others say how nodes join.
+        run: identity of a new run; empty: one that no other has.
+        node: where that begins.
 
     Raises:
         ConfigError: the address, a file, or the journal cannot be used.
     """
     journal = Journal(journal_path) if journal_path else None
     with Listener(address, keys) as listener:
-        coordinator = Coordinator(begin(plan, journal, continues=continues))
+        coordinator = Coordinator(begin(plan, journal, continues=continues, run=run, node=node))
         state = coordinator.state
         if keys:
             state.certificate = keys.certificate or run_certificate(keys.secret, state.run)

@@ -13,6 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lsgd.errors import ConfigError
 from lsgd.output import write_whole
 from lsgd.run_folder import CURVE, CURVES, METRICS, RESULT
 from lsgd.server.reasons import Why
@@ -23,6 +24,8 @@ ROUND_KEYS = {"round", "scope", "node", "worker", "count", "seconds", "losses"}
 MAX_POINTS = 2000
 """Most rounds in the picture; of more, only every second, third, ... is shown."""
 
+_FILES = (RESULT, CURVE, METRICS, CURVES)
+
 T = TypeVar("T")
 
 _FAILED_CODES = {why.code for why in (Why.MODEL_LOST, Why.ROUNDS_FAIL, Why.SAME_BATCHES)}
@@ -30,15 +33,38 @@ _FAILED_CODES = {why.code for why in (Why.MODEL_LOST, Why.ROUNDS_FAIL, Why.SAME_
 
 def clear(folder: Path, *, resume: bool) -> None:
     """Remove the files of an earlier run in this folder; keep the rounds of a run that is resumed."""
-    for name in (RESULT, CURVE) if resume else (RESULT, CURVE, METRICS, CURVES):
+    for name in (RESULT, CURVE) if resume else _FILES:
         (folder / name).unlink(missing_ok=True)
+    for earlier in [] if resume else folder.glob("stage[0-9]*/"):
+        for name in _FILES:
+            (earlier / name).unlink(missing_ok=True)
+        with suppress(OSError):  # it has files of somebody else
+            earlier.rmdir()
 
 
-def finish(folder: Path, status: int, state: str = "", reason: str = "") -> list[str]:
+def put_aside(folder: Path, stage: int) -> None:
+    """Move the files of a stage of a run into a folder of its own: those of the next one take their places.
+
+    Raises:
+        ConfigError: they cannot be moved.
+    """
+    try:
+        (folder / f"stage{stage}").mkdir(exist_ok=True)
+        for name in _FILES:
+            with suppress(FileNotFoundError):
+                (folder / name).replace(folder / f"stage{stage}" / name)
+    except OSError as error:
+        raise ConfigError(
+            f"the results of stage {stage} in {folder} cannot be moved to stage{stage} in it: {error.strerror}"
+        ) from None
+
+
+def finish(folder: Path, status: int, state: str = "", reason: str = "", *, draws: bool = True) -> list[str]:
     """Write how a run ended into ``result.json``, draw its curve, and return lines that say where both are.
 
     ``state`` is ``failed`` or ``stopped`` if the launcher knows better than the global server; ``reason``: why it
-    ended, as far as the launcher knows.
+    ended, as far as the launcher knows. ``draws``: whether this is the end of its launch, which takes the time to draw,
+    also for the stages before this one.
     """
     document = read(folder)
     files, lines = [], []
@@ -51,9 +77,12 @@ def finish(folder: Path, status: int, state: str = "", reason: str = "") -> list
     try:
         write_whole(folder / RESULT, json.dumps(document, indent=2) + "\n")
         files += [name for name in (RESULT, METRICS) if (folder / name).exists()]
-        if rounds := read_rounds(folder / METRICS):
+        if draws and (rounds := read_rounds(folder / METRICS)):
             lines += (trouble := _draw(document, rounds, folder / CURVE))
             files += [CURVE] * (not trouble)
+            for earlier in folder.glob("stage[0-9]*/") if not trouble else ():
+                if not (earlier / CURVE).exists() and (rounds := read_rounds(earlier / METRICS)):
+                    lines += _draw(read(earlier), rounds, earlier / CURVE)
     except OSError as error:
         lines.append(f"the results cannot be written to {folder}: {error.strerror or error}")
     lines.append(f"{state}: {reason}; {', '.join(files) or 'no results are'} in {folder}")

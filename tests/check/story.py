@@ -58,9 +58,9 @@ class Story:
         key = {"loader": 0, "number": number}
         about = {"length": 8, "epoch": None, "divided": divided, "batch_size": 2, "drop_last": False}
         self.tell("pass", where=at(20), sampler=sampler, dataset="TensorDataset", **key, **about)
-        for rows in batches:
+        for place, rows in enumerate(batches):
             samples = [f"sample {row}" for row in rows]
-            self.tell("batch", rows=rows, samples=samples, digest=str(rows), where=at(20), **key)
+            self.tell("batch", rows=rows, deal=place // 2, samples=samples, digest=str(rows), where=at(20), **key)
             self.step()
         return self.tell("pass_ends", **key)
 

@@ -123,6 +123,15 @@ def test_rows_of_subsets_have_numbers_of_their_own() -> None:
     )
 
 
+def test_a_pass_of_a_trainer_is_of_several_deals() -> None:
+    """It has as many batches as alone, so that one worker comes to what another has drawn in the deal before."""
+    of_first = Story(0).draws([0, 2], [4, 6], [1, 3], sampler="Endless", divided=True)
+    right = Story(1).draws([1, 3], [5, 7], [0, 2], sampler="Endless", divided=True)
+    assert is_right(judge_data(run_of(of_first, right)))
+    wrong = Story(1).draws([0, 2], [5, 7], [1, 3], sampler="Endless", divided=True)
+    says(judge_data(run_of(of_first, wrong)), 20, "draw the same samples: 50 % of a pass")
+
+
 def test_samples_that_nobody_draws() -> None:
     about = {"divided": True, "sampler": "ShardSampler"}
     one, other = Story(0).draws([0, 2], [4], **about), Story(1).draws([1, 3], [5], **about)
@@ -364,6 +373,25 @@ def saves(path: str = "/x/model.pt", **values: object) -> tuple[Story, Story]:
 
 def test_one_model_and_its_file_are_right() -> None:
     assert is_right(judge_model(run_of(*saves()), {"/x/model.pt": {"model/module.weight": "w"}}))
+
+
+def test_a_file_may_hold_an_average_of_the_weights_beside_them() -> None:
+    assert is_right(judge_model(run_of(*saves()), {"/x/model.pt": {"model/weight": "w", "ema/module.weight": "e"}}))
+
+
+def test_a_file_with_other_names_is_compared_by_its_values() -> None:
+    assert is_right(judge_model(run_of(*saves()), {"/x/model.pt": {"lora.weight": "w"}}))
+    verdict = judge_model(run_of(*saves()), {"/x/model.pt": {"lora.weight": "other"}})
+    assert verdict.status is Status.UNJUDGED and "nothing has the name or the values" in verdict.unjudged
+
+
+def test_an_average_that_one_worker_copies_into_its_model_at_the_end() -> None:
+    one, other = saves(tensors="average")
+    consensus = {"consensus": True, "tensors": {"weight": "w"}, "buffers": [], "over": True}
+    for story in (one, other):
+        story.facts.insert(-1, {"kind": "end", "t": 50.0, "made": 8, **consensus})
+    verdict = judge_model(run_of(one, other), {"/x/model.pt": {"weight": "average"}})
+    assert is_right(verdict) and "alone changes its weights after the run's end" in verdict.notes[0]
 
 
 def test_no_file_is_no_tick() -> None:

@@ -102,7 +102,7 @@ class Members:
             self.checkpoints.append(checkpoints)
             self.replicas.append(replica)
             self.rounds.append(Rounds(membership, replica, checkpoints, Step()))
-            switchboard.members.callback(self.rounds[-1].entry.leave, cut=True)
+            switchboard.members.callback(self.rounds[-1].groups.leave, cut=True)
 
     def round(self, id: int = 1, *, number: int = 1, **changes: object) -> Round:
         made = Round(
@@ -124,7 +124,7 @@ class Members:
 
     def hurry(self) -> None:
         """Let the groups that there are wait 2 s for a silent member, and no longer."""
-        for group in (rounds.entry._group for rounds in self.rounds):
+        for group in (rounds.groups.current for rounds in self.rounds):
             for each in (group, *group._subgroups.values()):
                 each._timeout_s = 2.0
 
@@ -136,11 +136,11 @@ def test_a_state_that_nobody_can_take_over_is_an_error_in_words(switchboard) -> 
     members = Members(switchboard, 1)
     replica, optimizer = members.replicas[0], members.optimizers[0]
     optimizer.param_groups[0]["lr"] = np.float64(0.05)  # of a schedule by NumPy
-    replica.take_over([replica.optimizer_bytes()])
+    replica.take_states([replica.optimizer_bytes()])
     assert type(optimizer.param_groups[0]["lr"]) is float
     optimizer.param_groups[0]["since"] = date(2026, 1, 1)
     with pytest.raises(LsgdError, match="neither a tensor nor a number, so another worker cannot take it over"):
-        replica.take_over([replica.optimizer_bytes()])
+        replica.take_states([replica.optimizer_bytes()])
 
 
 def test_the_state_of_other_optimizers_is_refused_in_words(switchboard) -> None:
@@ -149,7 +149,7 @@ def test_the_state_of_other_optimizers_is_refused_in_words(switchboard) -> None:
     one, other = members.replicas
     other.optimizers[0].add_param_group({"params": list(members.models[1].wide.parameters())})
     with pytest.raises(LsgdError, match="whose state it takes over: loaded state dict has a different number of param"):
-        one.take_over([other.optimizer_bytes()])
+        one.take_states([other.optimizer_bytes()])
 
 
 def test_counts_of_steps_that_are_taken_over_stay_in_host_memory(switchboard) -> None:
@@ -157,9 +157,9 @@ def test_counts_of_steps_that_are_taken_over_stay_in_host_memory(switchboard) ->
     members = Members(switchboard, 1)
     replica, optimizer, weight = members.replicas[0], members.optimizers[0], members.models[0].linear.weight
     optimizer.state[weight] = {"step": torch.tensor(3.0), "momentum_buffer": torch.ones_like(weight)}
-    membership = replace(members.rounds[0].entry.membership, device=torch.device("meta"))  # in a GPU's place
+    membership = replace(members.rounds[0].groups.membership, device=torch.device("meta"))  # in a GPU's place
     other = Replica(membership, replica.flat, replica.model, [optimizer], members.checkpoints[0])
-    other.take_over([replica.optimizer_bytes()])
+    other.take_states([replica.optimizer_bytes()])
     assert float(optimizer.state[weight]["step"]) == 3.0 and optimizer.state[weight]["momentum_buffer"].sum() == 6
 
 
@@ -237,7 +237,7 @@ def test_an_optimizer_may_keep_lists_and_entries_of_its_own(switchboard) -> None
     members.models[1].linear.bias.data.fill_(math.nan)
     assert members.run(members.round(final=True)) == [None] * 2
     assert other.state[members.models[1].linear.weight]["old_dirs"][0].tolist() == [0.0, 1.0]
-    members.replicas[0].take_over([members.replicas[1].optimizer_bytes()])
+    members.replicas[0].take_states([members.replicas[1].optimizer_bytes()])
     assert one.state["step"] == 3
     assert one.state[members.models[0].linear.weight]["old_dirs"][0].tolist() == [0.0, 1.0]
 
@@ -550,21 +550,21 @@ def test_the_last_round_waits_for_a_newcomer(switchboard, slow) -> None:
 @pytest.mark.parametrize("without", [0, 1], ids=["bystander", "source"])
 def test_a_download_continues_in_another_generation(switchboard, slow, without) -> None:
     members = begin_with_a_late_one(switchboard, LocalSettings(period=4, compression="none"))
-    lost = members.rounds[2].entry._following._all_nbytes
+    lost = members.rounds[2].download._following._all_nbytes
     train(members, 1.0)
     before = [[x.clone() for x in state] for state in states(members)]
     members.hurry()
     errors = members.run(members.round(3, number=2, new=(2,), source=1), without=(without,))
     assert [type(error) for error in errors] == [ExchangeError] * 2
     assert same(before[1 - without], states(members)[1 - without])
-    members.rounds[without].entry.leave()
+    members.rounds[without].groups.leave()
     rounds, new = 3, (2,)
     while new:
         rounds += 1
         result = members.run(members.round(rounds, number=3, new=new, source=0))
         assert result == [None] * 3
         if rounds == 4:
-            assert members.rounds[0].entry._following._all_nbytes < lost
+            assert members.rounds[0].download._following._all_nbytes < lost
         new = (2,) if members.rounds[2].active.lacking else ()
         train(members, 0.25)
     assert same(*[r.algorithm.shared_state() for r in members.replicas])
@@ -578,7 +578,7 @@ def test_those_who_stay_lose_a_round_to_a_newcomer_that_dies(switchboard, slow) 
     errors = members.run(members.round(3, number=2, new=(2,), source=1), without=(2,))
     assert [type(error) for error in errors] == [ExchangeError] * 2
     assert all(same(*each) for each in zip(before[:2], states(members)[:2], strict=True))
-    members.rounds[2].entry.leave()
+    members.rounds[2].groups.leave()
     two = replace(members.round(4), generation=generation(2, number=3))
     assert members.run(two, without=(2,)) == [None] * 2
     assert same(*states(members)[:2])
@@ -587,20 +587,20 @@ def test_those_who_stay_lose_a_round_to_a_newcomer_that_dies(switchboard, slow) 
 
 def test_a_round_that_fails_meanwhile_costs_no_chunk_that_has_come(switchboard, slow) -> None:
     members = begin_with_a_late_one(switchboard, LocalSettings(period=4, compression="none"))
-    lost = members.rounds[2].entry._following._all_nbytes
+    lost = members.rounds[2].download._following._all_nbytes
     for rounds in members.rounds:
-        rounds.entry.leave(cut=True)
+        rounds.groups.leave(cut=True)
     train(members, 1.0)
     assert members.run(members.round(3, number=3, new=(2,), source=1)) == [None] * 3
     assert [r.active.lacking for r in members.rounds] == [False, False, True]
-    assert members.rounds[2].entry._following._all_nbytes < lost
+    assert members.rounds[2].download._following._all_nbytes < lost
     download(members, 3, number=3)
     assert same(*states(members))
 
 
 def test_another_algorithm_begins_when_what_is_under_way_has_come(switchboard, slow) -> None:
     members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
-    source = members.rounds[1].entry._following
+    source = members.rounds[1].download._following
     send = source._post.exchange
 
     def stalling(leaving, coming):
@@ -634,26 +634,26 @@ def test_in_a_round_its_own_transfer_is_told_and_between_rounds_what_newcomers_l
 ) -> None:
     """Else the servers could not see that a round which takes long moves: it moves no chunks."""
     members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
-    entry, told = members.rounds[0].entry, list[str]()
+    rounds, told = members.rounds[0], list[str]()
     exchange = members.replicas[0].exchange
 
     def telling(*arguments):
-        told.append(entry.transfer())
+        told.append(rounds.download.progress(rounds.groups.current))
         return exchange(*arguments)
 
-    chunks_moved = entry._following.progress
-    assert entry.transfer() == chunks_moved()
+    chunks_moved = rounds.download._following.progress
+    assert rounds.download.progress(rounds.groups.current) == chunks_moved()
     monkeypatch.setattr(members.replicas[0], "exchange", telling)
     assert members.run(members.round(3, number=2, new=(2,), source=1)) == [None] * 3
-    monkeypatch.setattr(type(entry._group), "progress", lambda group: "1.0 of 4.0 MB")
+    monkeypatch.setattr(type(rounds.groups.current), "progress", lambda group: "1.0 of 4.0 MB")
     assert members.run(members.round(4, number=2, new=(2,), source=1)) == [None] * 3
     assert "1.0 of 4.0 MB" not in told[0] and told[1] == "1.0 of 4.0 MB"
-    assert entry.transfer() == chunks_moved()
+    assert rounds.download.progress(rounds.groups.current) == chunks_moved()
 
 
 def test_what_comes_wrong_beside_the_training_is_found_and_comes_again(switchboard, slow) -> None:
     members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
-    late, spoilt = members.rounds[2].entry._following, list[int]()
+    late, spoilt = members.rounds[2].download._following, list[int]()
     receive = late._receive
 
     def spoiling(now) -> None:
@@ -680,7 +680,7 @@ class Clock:
 
 def test_a_round_that_is_due_waits_for_half_the_pause_and_what_is_under_way(switchboard, slow, monkeypatch) -> None:
     members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
-    clock, each = Clock(), [rounds.entry._following for rounds in members.rounds]
+    clock, each = Clock(), [rounds.download._following for rounds in members.rounds]
     assert all(one._background.succeeded() for one in each)
     monkeypatch.setattr(following, "time", clock)
     monkeypatch.setattr(following.Following, "_chunks_in", lambda self, seconds: 6)
@@ -733,8 +733,8 @@ def test_a_non_finite_model_does_not_hurt_a_newcomer(switchboard, slow) -> None:
 def test_who_is_left_alone_with_parts_of_the_model_goes_back_to_its_own(switchboard, slow) -> None:
     members = begin_with_a_late_one(switchboard, LocalSettings(period=4))
     assert not all(bool((x == -7.0).all()) for x in states(members)[2])
-    for entry in (rounds.entry for rounds in members.rounds):
-        entry.leave()
+    for rounds in members.rounds:
+        rounds.groups.leave()
     alone = replace(members.round(3), generation=Generation.of(3, [(0, 2)], "tcp"))
     assert members.rounds[2].carry_out(alone) is None
     assert not members.rounds[2].active.lacking
@@ -839,8 +839,8 @@ def test_a_failed_round_changes_nothing_and_the_next_generation_goes_on(switchbo
         pairs = zip(replica.algorithm.shared_state(), state, strict=True)
         assert all(torch.equal(x, y) for x, y in pairs)
 
-    assert members.rounds[0].entry.generation is None
-    members.rounds[2].entry.leave()
+    assert members.rounds[0].groups.generation is None
+    members.rounds[2].groups.leave()
     assert not any(isinstance(r, Exception) for r in members.run(members.round(3, number=2, leader=1)))
 
 
@@ -974,7 +974,7 @@ def test_who_leaves_waits_for_what_is_being_exchanged(switchboard) -> None:
             stayer.carry_out(members.round(2))
         else:
             leaver.finish(None)
-            leaver.entry.leave()
+            leaver.groups.leave()
 
     assert together(leave_or_stay, range(2)) == [None] * 2
     for _ in range(2):
@@ -988,7 +988,7 @@ def test_what_could_not_be_exchanged_before_members_change_changes_nothing(switc
     together(lambda rank: [members.rounds[rank].after_step() for _ in range(2)], range(2))
     before = [x.clone() for x in members.replicas[0].algorithm.shared_state()]
     train(members, 1.0)
-    members.rounds[1].entry._group.cut()
+    members.rounds[1].groups.current.cut()
     members.rounds[0].carry_out(members.round(2))
     assert members.run(members.round(3, number=2)) == [None] * 2
     assert same(before, *[r.algorithm.shared_state() for r in members.replicas])
@@ -1021,7 +1021,7 @@ def test_a_run_that_ends_in_a_backward_pass_has_its_checkpoint_and_leaves_a_scal
     members = Members(switchboard, 2, settings=AllReduceSettings(), folder=tmp_path)
     assert members.run(members.round()) == [None] * 2
     for rounds in members.rounds:
-        rounds.entry._group.cut()
+        rounds.groups.current.cut()
     final, met = members.round(2, number=2, final=True, count=7, checkpoint=True), Barrier(2)
 
     def step(rank: int) -> None:

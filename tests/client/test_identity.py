@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lsgd import __version__
-from lsgd.client.control.identity import device, gpu_name, identify, versions
-from lsgd.errors import ConfigError
+from lsgd.client.control.identity import device, ends_others, gpu_name, identify, versions
+from lsgd.errors import ConfigError, RunOverError
 
 OURS, TORCHRUN, SLURM = {"LSGD_LOCAL_RANK": "1"}, {"LOCAL_RANK": "2"}, {"SLURM_LOCALID": "3"}
 
@@ -88,3 +88,19 @@ def test_versions_are_those_that_are_installed() -> None:
     assert ours["lsgd"] == __version__
     assert torch.__version__.startswith(ours["torch"]) and "+" not in ours["torch"]
     assert ours["cuda"] == (torch.version.cuda or "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "ends"),
+    [
+        ({}, False),
+        ({"TORCHELASTIC_RUN_ID": "none"}, True),
+        ({"SLURM_STEP_ID": "0"}, True),
+        ({"SLURM_STEP_ID": "0", "LSGD_NODE": "1"}, False),  # by a launcher in a job
+    ],
+)
+def test_who_comes_too_late_does_not_make_torchrun_end_its_neighbors(environ, ends) -> None:
+    assert ends_others(environ) is ends
+    late = RunOverError("the run is over", in_order=ends)
+    assert late.code == late.exit_code == (0 if ends else 69)
+    assert RunOverError.exit_code == 69

@@ -257,7 +257,7 @@ class Member:
         checkpoints.load(membership.join.worker, *describe(self.model))
         self.replica = Replica(membership, FlatParameters(self.model), self.model, [optimizer], checkpoints)
         self.rounds = Rounds(membership, self.replica, checkpoints, Step())
-        stack.callback(self.rounds.entry.leave, cut=True)
+        stack.callback(self.rounds.groups.leave, cut=True)
 
     @property
     def state(self) -> list[float]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lsgd.client.control.identity import Identity
 from lsgd.client.control.solo import Solo, is_alone
 from lsgd.errors import ConfigError
 
@@ -145,7 +146,7 @@ def test_a_script_that_is_killed_leaves_nothing(folder, number) -> None:
 )
 def test_a_wrong_setting_is_an_error_before_any_server_starts(environ, message, caplog) -> None:
     with pytest.raises(ConfigError, match=message):
-        Solo(environ)
+        Solo(environ, Identity(0, 1, "", None))
     assert not caplog.messages
 
 

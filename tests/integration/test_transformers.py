@@ -129,18 +129,18 @@ def test_an_evaluation_at_the_end_of_an_epoch_drops_no_round(cluster) -> None:
     assert workers[0]["final"] == workers[1]["final"] and sum(w["iterations"] for w in workers) >= 59
 
 
-def test_a_second_training_is_a_run_of_its_own(cluster) -> None:
+def test_a_second_training_alone_is_the_next_stage(cluster) -> None:
     alone = {"LSGD_LOCAL": "", "LSGD_SOLO": "1"}
     cluster.worker("trainer", 0, 0, "--max-steps", 3, "--trainings", 2, **alone).succeeds()
     result = cluster.result(0, 0)
     assert result["iterations"] == result["steps"] == 3 and result["stopped"]
 
 
-def test_a_second_training_after_the_end_of_the_run_is_refused_with_a_code_of_its_own(cluster) -> None:
+def test_servers_that_were_started_by_hand_refuse_a_second_training_with_a_code_of_its_own(cluster) -> None:
     cluster.start("--workers", "1")
     trainer = cluster.worker("trainer", 0, 0, "--max-steps", 3, "--trainings", 2)
     assert trainer.wait() == 64
-    trainer.says("this script joins again, but the run is over: all workers have made the steps of their own loops")
+    trainer.says("this script joins again, for stage 2 of its run, but ")
 
 
 def test_an_exception_in_training_leaves_the_run_which_goes_on(cluster) -> None:

@@ -110,6 +110,25 @@ def test_each_round_has_the_delay_of_its_settings_and_keeps_what_fits_the_optimi
     assert simulate([1, 1], member) == [[first, second, third, fourth]] * 2
 
 
+@pytest.mark.parametrize("compression", ["none", "levels2"])
+@pytest.mark.parametrize(("members", "common", "agreement"), [(2, 1.0, 1.0), (2, 0.0, 0.5), (4, 0.0, 0.25)])
+def test_how_far_changes_agree(members: int, common: float, agreement: float, compression: str) -> None:
+    """1 if all learn the same, 1/N if they learn each something else."""
+
+    def member(group):
+        model = [torch.zeros(4096)]
+        algorithm = LocalSettings(period=PERIOD, compression=compression).create(model, "run")
+        algorithm.reset(model, group, make_round([1] * members))
+        assert algorithm.agreement is None
+        model[0] += common
+        if not common:
+            model[0].view(members, -1)[group.rank] = 1.0
+        land(algorithm.before_forward(model, group, make_round([1] * members)))
+        return algorithm.agreement
+
+    assert simulate([1] * members, member) == [pytest.approx(agreement, rel=0.01)] * members
+
+
 PLAIN = {"period": PERIOD, "rescale": False}
 CODECS = {
     "two rounds of 2 bits": LocalSettings(**PLAIN, compression="levels2:block=8"),

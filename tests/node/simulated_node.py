@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from lsgd.errors import ConfigError
 from lsgd.node.allegiance import Allegiance, Event, State
 from lsgd.node.local_server import SERVE_AGAIN_S
-from lsgd.node.node import Node
+from lsgd.node.node import Node, Stage
 from lsgd.node.panel import Panel
 from lsgd.node.process import Command, Role
 from lsgd.server.daemon import TICK_S, Ending
@@ -79,13 +79,15 @@ class World:
         disk_is_full: whether it cannot serve.
         finished: whether the local server has left the run.
         rounds_at: when each worker last completed a round.
+        next_is_due: whether the next stage is to begin; workers: how many it has.
         joined: names of the workers that have joined; ended: those that have heard of the run's end.
     """
 
     failure = outcome = ""
     sources = ()
     heard_at = None
-    silent = disk_is_full = False
+    silent = disk_is_full = next_is_due = wanted = False
+    stage = 1
 
     def _serve(self, commands: list[Command]) -> list[Command]:
         if self.disk_is_full:
@@ -122,9 +124,19 @@ class World:
             panel=panel,
             shared=shared,
             serve=lambda: self._serve([_command(name, restarts) for name in serve]),
+            following=self._following,
             clock=lambda: self.now,
         )
         self.node.begin()
+
+    def _following(self, workers: int) -> Stage:
+        """Begin the next stage of the run, as its local server."""
+        if self.disk_is_full:
+            raise ConfigError("the results cannot be moved: the disk is full")
+        self.stage, self.next_is_due, self.over, self.finished = self.stage + 1, False, False, False
+        self.workers = workers
+        commands = [_command(name, 0) for name in self.scripts if name.rstrip("01") in ROLES]
+        return Stage(self, commands, None, tuple)  # type: ignore[arg-type]
 
     @property
     def out(self) -> str:

@@ -19,9 +19,11 @@ from click.testing import CliRunner
 
 from lsgd import processors
 from lsgd.cli.commands import main
-from lsgd.errors import ConfigError, SecondJoinError
-from lsgd.node import gpus, launch, place
+from lsgd.errors import ConfigError
+from lsgd.node import gpus, launch, place, stages
+from lsgd.node.commands import LaunchSettings
 from lsgd.node.place import Place, find_place, resolve
+from lsgd.node.screen import Screen
 from lsgd.protocol.credentials import place_of
 from lsgd.protocol.keys import KeyRing
 from lsgd.protocol.ports import hold_or_any, port_of
@@ -409,22 +411,6 @@ if sys.argv[1] == "outside":
 """
 
 
-TWICE = """
-import os, lsgd, torch
-from pathlib import Path
-
-for stage in (1, 2):
-    model = torch.nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    worker = lsgd.wrap(model, optimizer, steps=4)
-    for _ in range(4):
-        model(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-    worker.finish()
-    Path(os.environ["LSGD_RUN_DIR"], f"trained{stage}").touch()
-"""
-
-
 @pytest.mark.slow
 class TestEnds:
     """What is made of a run whose processes die, fail or come too late."""
@@ -458,16 +444,6 @@ class TestEnds:
         assert "worker 1 joins too late and has nothing to do: the run is over: " in output
         assert node.result["state"] == "finished"
         assert node.result["reason"].endswith("; node0/worker1 joined too late, and ended without training")
-
-    def test_a_script_that_joins_a_second_time_is_told_that_a_run_is_one_training(self, start):
-        node = start("--node", "0", "--port", "0", script=TWICE, LSGD_ALGORITHM="local")
-        status, output = node.finish()
-        assert status == SecondJoinError.exit_code, output
-        assert [path.name for path in node.run_dir.glob("trained*")] == ["trained1"]
-        assert "this script joins again, but the run is over: all workers have made the steps of their own" in output
-        assert "join once, before the first, and call worker.finish() after the last" in output
-        assert node.result["state"] == "failed"
-        assert node.result["reason"].endswith(f"after the end of the run (exit code {status})")
 
     def test_the_node_of_a_global_server_that_is_lost_saves_checkpoints(self, start):
         """Its journal is gone when it is to be started again."""
@@ -572,7 +548,7 @@ class TestTokens:
         monkeypatch.setenv("LSGD_KEYS", str(tmp_path))
         text = "lsgd launch --node NODE --address GPUNODE1 -- python t.py --data /NODES NODE"
         place = Place(0, 2, "GPUNODE1")
-        settings = launch.LaunchSettings(place, 1, ("cpu",), None, tmp_path, ("python",), join_line=text)
+        settings = LaunchSettings(place, 1, ("cpu",), None, tmp_path, ("python",), join_line=text)
         _, _, (line,) = launch._access(settings, "tcp://192.0.2.1:1")
         assert line.endswith("lsgd launch --node 1 --address GPUNODE1 -- python t.py --data /NODES NODE")
 
@@ -616,7 +592,7 @@ class TestUnderAScheduler:
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(launch, "_run", lambda *options: given.update(options[5]) or ((0, "", ""), False))
         place = Place(0, 1, "127.0.0.1")
-        assert launch.launch(launch.LaunchSettings(place, 0, ("cpu",), None, tmp_path, ("python",))) == 0
+        assert launch.launch(LaunchSettings(place, 0, ("cpu",), None, tmp_path, ("python",))) == 0
         assert not given.keys() & group.keys() and given.items() >= others.items()
 
     def test_has_to_know_which_run_to_resume(self):
@@ -708,6 +684,10 @@ class TestPlace:
     def test_arguments_alone(self):
         assert find_place(0, None, None, {}) == Place(0, 1, "127.0.0.1")
         assert find_place(1, 2, "10.0.0.1", {}) == Place(1, 2, "10.0.0.1")
+        assert find_place(1, 2, "fe80::1", {}).address == "fe80::1"
+        for more in ("tcp://10.0.0.1:27400", "node0:27400"):
+            with pytest.raises(ConfigError, match=r"more than an address: .* PORT=27400"):
+                find_place(1, 2, more, {})
 
     def test_an_index_given_by_hand_is_not_slurms(self):
         assert find_place(0, None, None, self.SLURM) == Place(0, 1, "127.0.0.1")
@@ -777,13 +757,26 @@ class TestPlace:
         with pytest.raises(ConfigError, match=r"the address of node 0, '10\.0\.0\.\.1', is not known here: Name or"):
             resolve("10.0.0..1", nodes=2)
 
-    def test_a_node_does_not_take_over_at_a_port_that_is_taken_by_now(self, tmp_path):
+    def test_a_node_does_not_take_over_at_a_port_that_is_taken_by_now(self, tmp_path, monkeypatch):
         with socket.create_server(("127.0.0.1", free_port())) as taken:
             offer = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-            settings = launch.LaunchSettings(Place(1, 2, "127.0.0.1"), 1, ("cpu",), None, tmp_path, ("python",))
+            settings = LaunchSettings(Place(1, 2, "127.0.0.1"), 1, ("cpu",), None, tmp_path, ("python",))
+            monkeypatch.setattr(stages, "place_to_serve", lambda *_: offer)
+            made = stages.Stages(
+                *(settings, "tcp://127.0.0.1:1", None, None, {}, contextlib.ExitStack()),
+                *(None, Screen(plain=True), print),  # type: ignore[arg-type]
+            )
+            made._local = object()  # type: ignore[assignment]
             with pytest.raises(ConfigError, match=r"port \d+ of 127.0.0.1 is taken"):
-                launch._take_over(settings, None, offer, None, {}, contextlib.ExitStack())
+                made._take_over()
         assert not list(tmp_path.glob("*journal*"))
+
+    @pytest.mark.parametrize(
+        ("starter", "status", "code"), [("", 69, 69), ("Slurm", 69, 0), ("torchrun", 69, 0), ("Slurm", 1, 1)]
+    )
+    def test_a_node_that_came_too_late_does_not_make_a_scheduler_end_the_others(self, starter, status, code, capsys):
+        assert launch.exit_code(status, starter) == code
+        assert ("lets the other nodes save" in capsys.readouterr().out) is (code != status)
 
     def test_a_node_on_the_machine_of_node_0_would_serve_at_another_port(self):
         port = free_port()

@@ -22,6 +22,7 @@ from lsgd.protocol.messages import (
     GivenUp,
     Join,
     Leave,
+    Left,
     NodeHello,
     NodeWelcome,
     Over,
@@ -33,6 +34,7 @@ from lsgd.protocol.messages import (
     Stop,
     StopRun,
     Term,
+    Waiting,
     WorkerHello,
     WorkerHelloReply,
     decode,
@@ -227,6 +229,73 @@ def test_a_refused_node_says_why(between) -> None:
     between.say(Refused("node 3 is alpha already"))
     between.until(lambda: between.server.failure, "it is refused")
     assert between.server.failure == "the global server refuses this node: node 3 is alpha already"
+
+
+class TestStages:
+    """Workers that come for the next stage of the run."""
+
+    STAGE2 = encode(WorkerHello(PROTOCOL, 8, stage=2))
+
+    @pytest.fixture
+    def open(self, between) -> Between:
+        between.server = LocalServer(
+            *(3, 5, between.workers, between.server._global),
+            say=between.said.append,
+            complain=between.said.append,
+            elsewhere=between.server.elsewhere,
+            clock=lambda: between.now,
+            stages=True,
+        )
+        between.join()
+        return between
+
+    def test_one_waits_until_this_one_is_over_for_all(self, open) -> None:
+        open.worker.send([self.STAGE2])
+        open.until(lambda: [m for m in open.below if isinstance(m, Waiting)], "it is told to wait")
+        assert open.server.wanted and not open.server.next_is_due
+        open.say(RunOver("all is done", 2))
+        open.until(lambda: open.server.over, "the run is over")
+        assert not open.server.next_is_due  # node3/worker0 has yet to leave
+        open.worker.send([encode(Leave("node3/worker0", 7, 5, False, "it has completed its last round"))])
+        open.until(lambda: open.server.next_is_due, "it begins")
+        assert open.server.next_run == "run-stage2"
+        open.below.clear()
+        open.worker.send([encode(greeting(3, 0, 9))])  # of a process that was started again meanwhile
+        open.until(lambda: open.below, "it is answered")
+        assert isinstance(open.below[0], Waiting)
+
+    @pytest.mark.parametrize("stopped", [True, False])
+    def test_there_is_none_after_a_stop_or_where_the_node_leaves(self, open, stopped) -> None:
+        if stopped:
+            open.say(RunOver("an operator's order", 0))
+            open.until(lambda: open.server.over, "the run is over")
+        else:
+            open.server.end("this node leaves")
+        open.worker.send([self.STAGE2])
+        open.until(lambda: [m for m in open.below if isinstance(m, Over)], "it is told so")
+        assert not open.server.wanted
+
+    def test_its_local_server_lets_those_of_the_one_before_leave(self, open) -> None:
+        former = open.server
+        former.ended.add("node3/worker0")
+        open.server = LocalServer(
+            *(3, 6, open.workers, former._global),
+            say=open.said.append,
+            complain=open.said.append,
+            elsewhere=Elsewhere(3, lambda place: open.worker, lambda address, now, since: None),
+            clock=lambda: open.now,
+            stages=True,
+            former=former,
+        )
+        assert open.server.stage == 2 and open.server.ended == {"node3/worker0"}
+        open.above.clear()
+        open.worker.send([encode(Leave("node3/worker0", 7, 5, False, "late"))])
+        open.until(lambda: Left() in open.below, "it may end")
+        open.worker.send([encode(REQUEST)])
+        open.until(lambda: GivenUp() in open.below, "nobody will answer it")
+        assert {type(message) for message in open.above} <= {NodeHello}
+        open.worker.send([self.STAGE2])
+        open.until(lambda: [m for m in open.below if isinstance(m, WorkerHelloReply)], "another one is welcome")
 
 
 class TestFolders:

@@ -11,6 +11,7 @@ from lsgd.errors import ConfigError, NotTrainedError, RunOverError
 from lsgd.node import node as module
 from lsgd.node.allegiance import RETIRES_S, Event, State
 from lsgd.node.local_server import SERVE_AGAIN_S
+from lsgd.node.node import OBSERVE_PATIENCE_S
 from lsgd.node.process import Command, Process
 from lsgd.node.restarts import MOST_RESTARTS, RESTART_WINDOW_S, Restarts
 from lsgd.node.screen import Screen
@@ -427,6 +428,53 @@ def test_a_program_that_cannot_be_started_is_an_error_in_words() -> None:
 
     with pytest.raises(ConfigError, match=r"^worker0: worker0 cannot be started: Exec format error; begin it with #!"):
         World({"server": server, "worker0": refuses})
+
+
+TWO = {"worker0": after(100.0), "worker1": after(40.0), "server": server, "logger": after(12.0)}
+
+
+class TestStages:
+    """A node whose workers come for the next stage of the run."""
+
+    def over(self, world: World) -> None:
+        world.stopping = True  # the server ends the run
+        assert world.passes(1.0)
+        world.stopping, world.next_is_due, world.finished = False, True, True
+
+    def test_its_servers_and_observers_are_new_and_its_workers_stay(self) -> None:
+        world = World(TWO)
+        assert world.passes(5.0)
+        self.over(world)
+        assert world.passes(5.0) and world.stage == 1  # the logger still writes
+        assert world.passes(5.0) and world.stage == 2 and world.workers == 2
+        assert world.lives == {"worker0": 1, "worker1": 1, "server": 2, "logger": 2}
+        assert world.passes(30.0)  # worker1 has ended
+        self.over(world)
+        assert world.passes(5.0) and world.stage == 3 and world.workers == 1
+        assert world.lives == {"worker0": 1, "worker1": 1, "server": 3, "logger": 3}
+        world.stopping = True
+        assert world.finish() == 0
+
+    def test_an_observer_is_waited_for_only_so_long(self) -> None:
+        world = World(TWO | {"logger": stubborn})
+        self.over(world)
+        assert world.passes(OBSERVE_PATIENCE_S - 1) and world.stage == 1
+        assert world.passes(2.0) and world.stage == 2
+
+    def test_one_that_cannot_begin_ends_the_run(self) -> None:
+        world = World(TWO)
+        self.over(world)
+        world.disk_is_full = True
+        world.finish()
+        assert "the next stage cannot begin: the results cannot be moved" in world.out and world.stage == 1
+
+    def test_a_run_that_is_stopped_begins_none(self) -> None:
+        world = World(TWO)
+        world.ending.ask("SIGINT")
+        assert world.passes(1.0)
+        world.next_is_due = world.finished = True
+        world.finish()
+        assert world.stage == 1
 
 
 class TestTakingOver:

@@ -52,6 +52,7 @@ class Local:
     failure, outcome, over, finished = "", "", False, "server" not in scripts
     joined = ended = set(scripts)
     heard_at, rounds_at = None, {}
+    next_is_due = wanted = False
     allegiance = Allegiance(State.SERVING if "server" in scripts else State.FOLLOWING)
     processes = Processes()
     sources = (processes,)

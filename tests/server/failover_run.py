@@ -11,6 +11,7 @@ from typing import Any
 
 from lsgd.plan.plan import Plan
 from lsgd.protocol.messages import Round, Stop
+from lsgd.server.coordinator import LINGER_S
 from lsgd.server.course import Course
 from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.next_step import waits_for
@@ -29,8 +30,8 @@ KEPT_S = 10.0
 AGAIN_S = 0.2
 """After how long what was lost is sent again; twice as long each time, as TCP does."""
 
-OUTLIVES_S = 10.0
-"""How long a launcher may live after the last worker of the run."""
+OUTLIVES_S = LINGER_S + 3.0
+"""How long a launcher may live after the last worker of the run: its server waits for one whose machine has died."""
 
 
 @dataclass

@@ -5,9 +5,10 @@ above all), while a standby takes over too; they freeze, lose each other, or a p
 for hardly longer than a standby waits; servers are killed; host 0 comes back from its disk. Messages are late, and in
 half of the runs a server takes up to 20 s to start, in a third a connection more than a second. Half of the runs heal.
 Then one server must serve all hosts that live, and no other one runs; one model must be at the end of the run, and what
-is in it must be counted, once. The others end in the middle, by the plan or by a signal at a launcher. In all, no
-launcher outlives the run's workers. One run in eight has links that are down for less than 5 s, and nothing else: that
-moves no server and no worker.
+is in it must be counted, once. The others end in the middle, by the plan or by a signal at a launcher. A part that is
+cut off from that launcher's, and trains on after its end, gets a signal of its own then. In all, no launcher outlives
+the run's workers. One run in eight has links that are down for less than 5 s, and nothing else: that moves no server
+and no worker.
 """
 
 import argparse
@@ -32,6 +33,9 @@ SLOW_S = (0.0, 20.0)
 
 CONNECTS_S = 1.5
 """How long a connection takes there."""
+
+TAKES_OVER_WITHIN_S = 60.0
+"""After this time a part that is cut off has a server of its own."""
 
 
 def world_of(seed: int) -> World:
@@ -136,14 +140,34 @@ def search(seed: int) -> tuple[World, Counter[str]]:
         world.finish()
         return world, struck
     world.passes(rng.uniform(0.0, 20.0))
+    stopped = None
     if ends == "by signal" and not world.is_over:
-        host = server_host(world)
-        host.says("SIGTERM")
-        host.signals.received.append("SIGTERM")
+        stopped = server_host(world)
+        _signal(stopped)
         world.passes(rng.uniform(0.0, 8.0))
     world.heal()
+    if stopped is not None:
+        _stop_other_parts(world, stopped)
     world.ends()
     return world, struck
+
+
+def _signal(host: Host) -> None:
+    """Tell a launcher to stop the run, as a user does by Ctrl-C."""
+    host.says("SIGTERM")
+    host.signals.received.append("SIGTERM")
+
+
+def _stop_other_parts(world: World, stopped: Host) -> None:
+    """Stop a part that trains on after the one of this host has ended: cut off, it cannot have heard of the stop.
+
+    A user stops it on its own nodes. A part that this host has followed in the end hears it without that.
+    """
+    world.until(lambda: world.is_over or world.now > stopped.ended_at + TAKES_OVER_WITHIN_S, 900.0)
+    for server in world.serving():
+        term = server._state.terms[-1]
+        if term != stopped.local.elsewhere.term and not server._state.stopping:
+            _signal(world.hosts[term.node])
 
 
 def _waver(world: World, rng: random.Random, struck: Counter[str]) -> None:

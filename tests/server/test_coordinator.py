@@ -188,6 +188,22 @@ def test_who_has_left_cannot_come_back_as_the_same_process() -> None:
     assert not bench.got and bench.ledger.count == 1
 
 
+def test_who_was_cut_off_before_it_heard_that_it_is_welcome_joins_again() -> None:
+    bench = started("00", "01", lease_s=5.0)
+    bench.join("02")
+    del bench.incarnations["02"]
+    bench.tick(6.0)
+    assert "node0/worker2" not in bench.roster.members
+    bench.join("02")
+    assert isinstance(bench.only("02"), Welcome)
+    bench.ask("02")
+    del bench.incarnations["02"]
+    bench.tick(6.0)
+    bench.join("02")
+    (refused,) = bench.got["02"]
+    assert isinstance(refused, Refused) and refused.reason.code == "came_back"  # it has asked, and may have trained
+
+
 def test_waiting_for_others_ends_in_time() -> None:
     bench = Bench("00", workers=2, join_timeout_s=30)
     bench.tick(29)

@@ -302,8 +302,25 @@ def test_a_node_that_is_heard_is_told_of_the_end_until_it_is_silent(monkeypatch,
     daemon = GlobalDaemon(Coordinator(RunState(make_plan(), "run")), cast(Listener, link), watches_memory=False)
     link.arrived += [(b"node0#1", [hello()]), (b"operator", [encode(StopRun("enough"))])]
     assert daemon.run(Ending()) == 0
-    assert RunOver("enough") in [message for _, message in link.sent[b"node0#1"]]
+    assert RunOver("enough", 0) in [message for _, message in link.sent[b"node0#1"]]
     assert clock[0] - 100 == pytest.approx(lasts_s, abs=0.3)
+
+
+def test_nodes_of_another_stage_are_none_of_this_one() -> None:
+    link = Answers()
+    daemon = GlobalDaemon(Coordinator(RunState(make_plan(), "f00d-stage2")), cast(Listener, link), watches_memory=False)
+
+    def says(node: int, stage: int, now: float) -> list[object]:
+        link.sent.clear()
+        link.arrived.append((b"node%d#1" % node, [encode(NodeHello(PROTOCOL, node, 1, "here", "0.1.0", stage=stage))]))
+        daemon.turn(now)
+        return [message for _, message in link.sent[f"node{node}#1".encode()]]
+
+    assert [type(message) for message in says(1, 2, 100.0)] == [NodeWelcome]
+    assert says(2, 1, 100.1) == [RunOver("stage 1 of the run is over", 1)]  # it has missed its end
+    assert says(1, 3, 100.2) == []  # it has gone on
+    assert [type(message) for message in says(2, 0, 100.3)] == [NodeWelcome]  # it asks which one there is
+    assert daemon.coordinator.state.announced == {2: 1}
 
 
 def test_a_node_whose_server_was_killed_is_taken_over_by_the_next_one(cluster, peer) -> None:

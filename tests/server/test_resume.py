@@ -1,12 +1,14 @@
 """A run that goes on from checkpoints, and when members are told to write them."""
 
+from dataclasses import replace
+
 import pytest
 
 from lsgd.protocol.messages import Go, Stop, StopRun
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.journal import capture, restore
 
-from .helpers import Bench, Lockstep, make_plan
+from .helpers import Bench, Lockstep, greeting, make_plan
 
 
 def resumed(limit: int, **counts: int) -> Bench:
@@ -178,3 +180,13 @@ def test_a_server_that_was_started_again_has_a_checkpoint_written_soon() -> None
     bench.coordinator = Coordinator(restore(capture(bench.state, bench.now), 5.0))
     bench.now = 5.0
     assert rounds_at(bench, 1.0, 2.0) == [True, False]
+
+
+def test_a_worker_that_comes_to_an_earlier_stage_is_welcomed_and_no_member() -> None:
+    bench = Bench(workers=1, period=4, local_period=4)
+    bench.state.run = "f00d-stage2"
+    decision = bench.coordinator.handle(greeting(0, 0, 7), bench.now)
+    assert [(worker, message.run) for worker, _, message in decision.answers] == [("node0/worker0", "f00d-stage2")]
+    assert not bench.state.roster.members
+    bench.coordinator.handle(replace(greeting(0, 0, 7), stage=2), bench.now)
+    assert [*bench.state.roster.members] == ["node0/worker0"]

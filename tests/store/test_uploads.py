@@ -27,7 +27,7 @@ from lsgd.client.control.island import Island
 from lsgd.digests import CHUNK_NBYTES
 from lsgd.errors import ConfigError
 from lsgd.node import storing
-from lsgd.node.launch import LaunchSettings
+from lsgd.node.commands import LaunchSettings
 from lsgd.protocol.credentials import run_certificate
 from lsgd.protocol.keys import KeyRing, adopted_folder
 from lsgd.protocol.sockets import new_key_pair

@@ -70,6 +70,22 @@ def test_losses_that_nobody_reported_are_said_in_the_picture(tmp_path: Path) -> 
     assert pixels(tmp_path / "curve.png", "#000000").max() > 0
 
 
+def test_results_of_stages_are_apart_and_drawn_at_the_end_of_the_launch(tmp_path: Path) -> None:
+    leave(folder := tmp_path / "run", RESULT | {"state": "over"})
+    results.finish(folder, 0, draws=False)
+    results.put_aside(folder, 1)
+    assert {path.name for path in folder.iterdir()} == {"stage1"}
+    (folder / "metrics.jsonl").write_text((folder / "stage1" / "metrics.jsonl").read_text())
+    (folder / "result.json").write_text(json.dumps(RESULT | {"state": "over"}))
+    results.finish(folder, 0)
+    assert all((folder / part / "curve.png").exists() for part in ("", "stage1"))
+    assert results.read(folder / "stage1")["state"] == "finished"
+    results.clear(folder, resume=True)
+    assert (folder / "stage1").exists()
+    results.clear(folder, resume=False)
+    assert not list(folder.iterdir())
+
+
 def test_what_is_made_again_is_drawn_once_and_a_long_run_is_thinned(tmp_path: Path) -> None:
     counts = [0, 10, 20, 30, 10, 20, 40]
     leave(folder := tmp_path / "run", rounds=[round_of(n, "node0/worker0", count) for n, count in enumerate(counts)])

@@ -38,7 +38,7 @@ from lsgd.errors import ConfigError, NonFiniteError
 from lsgd.flat import Layout, describe, named_floating_buffers, written, written_buffers
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
-from lsgd.run_folder import checkpoint_path, counts, island_sizes, process_name, runs
+from lsgd.run_folder import checkpoint_path, counts, island_sizes, process_name, runs, stage_of
 from lsgd.schedulers import Rates, bring, count_of, hold, inner
 from lsgd.schedulers import counts as counts_steps
 from lsgd.settings import AlgorithmSettings
@@ -118,6 +118,7 @@ class Checkpoints:
         model: module of which also frozen parameters and non-persistent buffers are saved.
         folder: where to write; None: nowhere.
         resume: where to look for a checkpoint to resume from; None: nowhere.
+        stage: the one of the run to which they belong.
         island: processes of this worker; each that has a part of the model writes a file with it. Of replicas the head
             writes for all.
 
@@ -138,6 +139,7 @@ class Checkpoints:
         folder: Path | None,
         resume: Path | None,
         island: Island,
+        stage: int = 1,
     ) -> None:
         for name, thing in extra.items():
             _check_stateful(name, thing)
@@ -154,7 +156,7 @@ class Checkpoints:
         self._extra: dict[str, Stateful] = {RATES: self.rates, **extra}
         self._of_run = {RATES}  # names of those that newcomers take over
         self._saved_extra: dict[str, Any] = {}  # of a checkpoint or of the source, whatever has joined
-        self._resume = resume
+        self._resume, self._stage = resume, stage
         self._island = island
         self._about: dict[str, str] = {}
         self._random: dict[str, Any] = {}
@@ -185,7 +187,8 @@ class Checkpoints:
         self._about = {"worker": name, "model": digest, "model_summary": summary, WHOLE: whole}
         if folder is None:
             return Origin()
-        found = _found(folder, worker, parts)  # the same in all processes: nobody writes for this worker now
+        saved = _found(folder, worker, parts)  # the same in all processes: nobody writes for this worker now
+        found = [each for each in saved if stage_of(each[0].run) == self._stage]
         for origin, size in found:
             names = [name] if size == parts else [process_name(worker, rank, size) for rank in range(size)]
             paths = [checkpoint_path(folder, origin.run, origin.iterations, each) for each in names]
@@ -207,9 +210,10 @@ class Checkpoints:
                 *(worker, path, origin.iterations, self.iterations),
             )
             return origin
-        logger.warning(
-            "%s has no undamaged checkpoint in %s: it takes over the model of workers that have one", worker, folder
-        )
+        if found or not saved:
+            logger.warning(
+                "%s has no undamaged checkpoint in %s: it takes over the model of workers that have one", worker, folder
+            )
         return Origin()
 
     def _resharded(self, paths: list[Path]) -> dict[str, Any]:

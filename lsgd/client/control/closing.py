@@ -41,6 +41,9 @@ class Leaver(Protocol):
     def at_exit(self) -> None:
         """Leave the run, because the script has ended."""
 
+    def gives_way(self) -> None:
+        """Leave the run if it has ended, because the script joins again."""
+
 
 _leavers: weakref.WeakSet[Leaver] = weakref.WeakSet()
 
@@ -69,6 +72,12 @@ def _hook(
 
     hook.leaves_run = True  # type: ignore[attr-defined]
     return hook
+
+
+def leave_ended() -> None:
+    """Make workers of this process leave whose run has ended: their script joins again."""
+    for leaver in list(_leavers):
+        leaver.gives_way()
 
 
 def end_script(error: BaseException | None) -> None:

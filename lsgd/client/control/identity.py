@@ -31,6 +31,7 @@ class Identity:
         run_dir: folder of results that the launcher made; None without a launcher.
         resume: folder of checkpoints to resume from, if any.
         restarted: whether it replaces a process that died in the same run.
+        stage: which one of the run it comes to, from 1.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Identity:
     run_dir: Path | None
     resume: Path | None = None
     restarted: bool = False
+    stage: int = 1
 
     @property
     def place(self) -> tuple[str, int]:
@@ -62,6 +64,12 @@ def identify(environ: Mapping[str, str] = os.environ) -> Identity:
         resume=Path(resume) if resume else None,
         restarted=bool(environ.get("LSGD_RESTARTED")),
     )
+
+
+def ends_others(environ: Mapping[str, str]) -> bool:
+    """Whether what has started this process ends its neighbors if it fails: torchrun, and srun --kill-on-bad-exit."""
+    is_launched = "LSGD_NODE" in environ  # a worker of lsgd launch, which does not
+    return not is_launched and ("TORCHELASTIC_RUN_ID" in environ or "SLURM_STEP_ID" in environ)
 
 
 def device(environ: Mapping[str, str] = os.environ) -> torch.device:

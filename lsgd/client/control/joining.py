@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
@@ -14,7 +15,15 @@ from torch import nn
 
 from lsgd.client.control.channel import Channel, Message
 from lsgd.client.control.closing import set_exit_codes
-from lsgd.client.control.identity import Identity, Interface, gpu_name, identify, interface_towards, versions
+from lsgd.client.control.identity import (
+    Identity,
+    Interface,
+    ends_others,
+    gpu_name,
+    identify,
+    interface_towards,
+    versions,
+)
 from lsgd.client.control.island import FollowerChannel, Island
 from lsgd.client.control.solo import Solo, is_alone, launch_line, listens
 from lsgd.errors import (
@@ -42,6 +51,7 @@ from lsgd.protocol.messages import (
 from lsgd.protocol.ports import DEFAULT_PORT
 from lsgd.protocol.processes import pid_namespace
 from lsgd.protocol.routes import has_address
+from lsgd.run_folder import stage_of
 
 logger = logging.getLogger("lsgd")
 
@@ -55,8 +65,8 @@ LEAVE_WITHIN_S = 3.0
 """How long a leaving worker waits for the servers to acknowledge, in seconds."""
 
 
-_joined = set[tuple[str, int]]()
-"""The workers of this process that have joined and not failed: addresses of local servers, and numbers there."""
+_been_in = Counter[tuple[str, int]]()
+"""How many stages of a run this process has been in to their ends, by the worker's place."""
 
 WRAPPERS = ("optimizer", "base_optimizer", "_base_optimizer")
 """The attributes in which wrappers of optimizers keep the one that steps."""
@@ -98,9 +108,14 @@ class Membership:
         """The address of the relay, and the proof that this worker is a member; an empty address: there is none."""
         return self.channel.relay if self.channel.relay[0] else (self.welcome.relay, self.welcome.relay_secret)
 
-    def has_failed(self) -> None:
-        """Let this process join again as if it had not been in the run."""
-        _joined.discard(self.identity.place)
+    @property
+    def passed(self) -> bool:
+        """Whether the run was beyond this stage already when the worker came to it."""
+        return stage_of(self.welcome.run) > self.identity.stage
+
+    def ends_stage(self) -> None:
+        """Let this process come to the next stage of the run when it joins again."""
+        _been_in[self.identity.place] = self.identity.stage
 
     def close(self) -> None:
         """End the connections, and this process's own servers."""
@@ -139,6 +154,7 @@ def find_server(island: Island, identity: Identity | None, timeout_s: float) -> 
         def find() -> tuple[Identity, WorkerHelloReply]:
             nonlocal servers, channel
             found = identity or identify()
+            found = replace(found, stage=_been_in[found.place] + 1)
             servers, channel = _connect(found, opened, alone=identity is None and is_alone(os.environ))
             island.connect(channel)
             return found, _hello(channel, found, timeout_s)
@@ -167,20 +183,15 @@ def join_run(
     """
     identity, channel = found.identity, found.channel
     interface = _interface(found.global_address)
-    join = replace(_introduction(model, identity, found.node, interface.address, load), step=int(step))
-    join = replace(join, bears_delay=bears_delay)
+    introduction = _introduction(model, identity, found.node, interface.address, load)
+    join = replace(introduction, step=int(step), bears_delay=bears_delay, stage=identity.stage)
     try:
         welcome, plan = island.share("joins", lambda: _welcome(channel, join, timeout_s, island.shards))
     except RunOverError as error:
-        if identity.place in _joined:
-            set_exit_codes()
-            raise SecondJoinError(
-                f"this script joins again, but {error}. A run is one training, so what follows in the script is not "
-                f"trained: start each training (stage, fold) by an `lsgd launch` of its own, as in `lsgd launch -- "
-                f"python SCRIPT --stage 2`; or join once, before the first, and call worker.finish() after the last"
-            ) from None
+        if identity.stage > 1:
+            raise _second_join(identity, str(error)) from None
         logger.warning("worker %d joins too late and has nothing to do: %s", identity.index, error)
-        raise
+        raise RunOverError(str(error), in_order=ends_others(os.environ)) from None
     except EvictedError:  # its node follows another server now: started again, it joins there
         set_exit_codes()
         raise
@@ -191,11 +202,17 @@ def join_run(
         logger.warning("%s joins with other versions: %s", join.worker, warning)
     alone = plan.run.nodes == 1 and interface.name == "lo" and identity.run_dir is not None  # a launch of one node
     travel = f"; tensors travel on {interface.address} ({interface.name}), because {interface.reason}"
+    if stage_of(welcome.run) > identity.stage:
+        logger.warning(
+            "%s: stage %d of the run is over, so it goes through it without training (its loop ends at once, and "
+            "worker.first is false), on to stage %d",
+            *(join.worker, identity.stage, stage_of(welcome.run)),
+        )
+        return Membership(identity, device, channel, join, welcome, plan, island, found.servers, found.global_address)
     logger.info(
         "%s joins run %s as rank %d of %d on %s%s",
         *(join.worker, welcome.run, welcome.rank, welcome.world_size, device, "" if alone else travel),
     )
-    _joined.add(identity.place)
     return Membership(identity, device, channel, join, welcome, plan, island, found.servers, found.global_address)
 
 
@@ -203,7 +220,7 @@ def _connect(identity: Identity, opened: contextlib.ExitStack, *, alone: bool) -
     """Return this process's own servers, if it runs ``alone``, and its channel."""
     servers, address = None, identity.local_address
     if alone:
-        servers = Solo(os.environ)
+        servers = Solo(os.environ, identity)
         opened.callback(servers.close)
         address = servers.address
     channel = Channel(address, identity.incarnation, FIND_WITHIN_S)
@@ -318,13 +335,21 @@ def _ask(channel: Channel, message: Message, answer: type, what: str, timeout_s:
 
 
 def _hello(channel: Channel, identity: Identity, timeout_s: float) -> WorkerHelloReply:
-    where = WorkerHello(PROTOCOL, identity.incarnation, os.getpid(), pid_namespace())
+    where = WorkerHello(PROTOCOL, identity.incarnation, os.getpid(), pid_namespace(), identity.stage)
     try:
-        what = "looking for the local server"
+        what = (
+            f"waiting for stage {identity.stage} of the run" if identity.stage > 1 else "looking for the local server"
+        )
         here: WorkerHelloReply = _ask(channel, where, WorkerHelloReply, what, timeout_s)
     except ExchangeError as error:
         raise JoinError(str(error)) from None
+    except RunOverError as error:
+        over = RunOverError(f"stage {identity.stage} of the run does not begin: {error}", in_order=True)
+        logger.warning("worker %d ends: %s", identity.index, over)
+        raise over from None
     except ServerLostError:
+        if identity.stage > 1:
+            raise _second_join(identity, f"no local server answers at {channel.address}") from None
         raise JoinError(
             f"no local server answers at {channel.address}; start the script with its servers: {launch_line()}; or "
             f"alone: LSGD_SOLO=1, without LSGD_LOCAL; or start a server on this machine by hand: lsgd-server --local "
@@ -334,6 +359,15 @@ def _hello(channel: Channel, identity: Identity, timeout_s: float) -> WorkerHell
     channel.introduce(where)
     channel.silence_s = SILENCE_S
     return here
+
+
+def _second_join(identity: Identity, why: str) -> SecondJoinError:
+    """Return the error for a next stage that servers without a launcher do not begin."""
+    set_exit_codes()
+    return SecondJoinError(
+        f"this script joins again, for stage {identity.stage} of its run, but {why}. Servers that were started by hand "
+        f"serve one training: start the script by `lsgd launch -- python SCRIPT`, which begins a stage for each"
+    )
 
 
 def _welcome(channel: Channel, join: Join, timeout_s: float, shards: int) -> tuple[Welcome, Plan]:

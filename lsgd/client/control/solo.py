@@ -13,11 +13,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from lsgd.client.control.identity import INDEX_VARIABLES
+from lsgd.client.control.identity import INDEX_VARIABLES, Identity
 from lsgd.errors import ConfigError
 from lsgd.plan.plan import read
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.sockets import Connector, Listener, default_local_address
+from lsgd.run_folder import runs, stage_name, stage_of
 
 logger = logging.getLogger("lsgd")
 
@@ -30,18 +31,19 @@ class Solo:
 
     Args:
         environ: this process's variables, which may also set the plan.
+        identity: the worker's.
 
     Raises:
         ConfigError: a setting of the plan is wrong.
     """
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], identity: Identity) -> None:
         from lsgd.node.elsewhere import Elsewhere, Knock, dial  # only where a script runs alone
         from lsgd.node.local_server import LocalServer
         from lsgd.server.coordinator import Coordinator
         from lsgd.server.daemon import Ending, silence
         from lsgd.server.global_daemon import GlobalDaemon
-        from lsgd.server.journal import begin
+        from lsgd.server.journal import begin, new_run
 
         path = environ.get("LSGD_PLAN")
         plan = read(Path(path) if path else None, environ, {}).plan
@@ -52,11 +54,13 @@ class Solo:
         listener = self._open.enter_context(Listener(above))
         workers = self._open.enter_context(Listener(self.address))
         link = self._open.enter_context(Connector(above, b"node0#1"))
-        coordinator = Coordinator(begin(replace(plan, run=replace(plan.run, workers=1)), None))
+        saved = runs(identity.resume)[:1] if identity.resume else []
+        run = stage_name(new_run(), max([identity.stage, *map(stage_of, saved)]))
+        coordinator = Coordinator(begin(replace(plan, run=replace(plan.run, workers=1)), None, run=run))
         self._endings = Ending(), Ending()
         elsewhere = Elsewhere(0, partial(dial, b"node0#1", None), Knock())  # nowhere: the servers end with the script
         local = LocalServer(0, 1, workers, link, elsewhere=elsewhere)
-        runs = GlobalDaemon(coordinator, listener, watches_memory=False).run, local.run
+        both = GlobalDaemon(coordinator, listener, watches_memory=False).run, local.run
 
         def serve(run: Callable[[Ending], int], ending: Ending) -> None:
             silence()
@@ -64,7 +68,7 @@ class Solo:
 
         self._threads = [
             threading.Thread(target=serve, args=served, name="lsgd-server", daemon=True)
-            for served in zip(runs, self._endings, strict=True)
+            for served in zip(both, self._endings, strict=True)
         ]
         for thread in self._threads:
             thread.start()

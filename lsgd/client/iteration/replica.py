@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Algorithm, Commit, all_finite, begun_with, clones, copy_all, finiteness, is_muon
+from lsgd.algorithms.base import Algorithm, Commit, all_finite, clones, finiteness, is_muon
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints, clear, tensors_in
 from lsgd.client.control.island import Island
@@ -93,10 +93,7 @@ class Replica:
         self._resumed, checkpoints.algorithm = checkpoints.algorithm, None
         self._text = ""
         self._aligned = False  # parameters, which is said once
-        self._kept: tuple[Algorithm, list[Tensor]] | None = None
-        self._own_change: list[Tensor] = []
         self._trained: tuple[list[tuple[int, int]], list[Tensor]] | None = None  # as the last step or round has left it
-        self._comes_back = False  # with such a change, when it has last taken over a model
 
     @property
     def lockstep(self) -> bool:
@@ -184,6 +181,7 @@ class Replica:
         """Drop what would break the model again, after a round has replaced one that was not finite."""
         self.copies.mend()
         clear(self.optimizers)
+        self.drop_gradients()
 
     def drop_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Drop all gradients, or an optimizer's, so that its step changes nothing: a GradScaler looks at the others."""
@@ -290,36 +288,12 @@ class Replica:
         frozen = [part for x in self.flat.frozen for part in written(local(x))]
         return [*flat, *written_buffers(self.model), *states], frozen, self.algorithm.shared_state()
 
-    def keep(self) -> None:
-        """Keep a copy of what a newcomer has, until it has the run's model; one that exists stays."""
-        if self._kept is None:
-            self._kept = self.algorithm, clones(self._own())
-
-    def restore(self) -> None:
-        """Restore what a newcomer has had, unless the algorithm is another one since."""
-        if self._kept is not None and self._kept[0] is self.algorithm:
-            copy_all(self._own(), self._kept[1])
-        self._kept, self._own_change = None, []
-
-    def _own(self) -> list[Tensor]:
+    def own(self) -> list[Tensor]:
+        """Return what rounds change of the model and of the algorithm's shared state, not copied."""
         return [*self.flat.buffers, *written_buffers(self.model), *self.algorithm.shared_state()]
 
-    def keep_change(self) -> None:
-        """Keep what this worker has learned since it took over the model that all share, if the algorithm has one."""
-        common = zip(self.flat.buffers, self.algorithm.common_model(), strict=False)
-        self._own_change = [torch.sub(x.to(c.dtype, copy=True), begun_with(c, x.dtype)) for x, c in common]
-
-    def take_over(self, states: Sequence[Tensor]) -> None:
-        """Begin with the model that all share, if the algorithm has one, and the optimizers' ``states``, if any.
-
-        What it has learned beside that stays: see :meth:`keep_change`.
-        """
-        self._kept = None
-        changes, self._own_change = self._own_change, []
-        self._comes_back = bool(changes)
-        common = self.algorithm.common_model()
-        for index, (x, c) in enumerate(zip(self.flat.buffers, common, strict=False)):
-            x.copy_(changes[index].add_(begun_with(c, x.dtype)) if changes else c)
+    def take_states(self, states: Sequence[Tensor]) -> None:
+        """Take over the optimizers' states from files as :meth:`optimizer_bytes` returns, if any."""
         for data in states:
             stream = io.BytesIO(data.numpy().tobytes())
             try:
@@ -371,7 +345,52 @@ class Replica:
         self.algorithm.finite = finite
         commit = self.algorithm.before_forward(self.flat.buffers, group, order)
         self.algorithm.finite = None
-        return commit
+        return self._moving(commit)
+
+    def after_backward(self, group: WorkerGroup, order: Round) -> Commit | None:
+        """Let the algorithm complete an exchange of models that began before the forward pass; return its commit.
+
+        Raises:
+            ExchangeError: it failed.
+        """
+        return self._moving(self.algorithm.after_backward(self.flat.buffers, (), group, order))
+
+    def settle(self) -> Commit | None:
+        """Let the algorithm complete an exchange that is pending; return its commit.
+
+        Raises:
+            ExchangeError: it failed.
+        """
+        return self._moving(self.algorithm.settle(self.flat.buffers))
+
+    def after_step(self) -> Commit | None:
+        """Let the algorithm act after a step; return the commit of an exchange that it completes.
+
+        Raises:
+            ExchangeError: that failed.
+        """
+        if not self.algorithm.acts_after_step:
+            return self._moving(self.algorithm.after_step(self.flat.buffers))
+        self.flat.find()
+        with self.copies.following():
+            commit = self.algorithm.after_step(self.flat.buffers)
+        return self._moving(commit)
+
+    def _moving(self, commit: Commit | None) -> Commit | None:
+        """Return a commit that also lets the optimizers' copies of the weights follow.
+
+        Where it replaces a model that was not finite, the optimizers' states and the gradients would break it again.
+        """
+        if commit is None:
+            return None
+
+        def change(*sums: float) -> None:
+            with self.copies.following():
+                commit.change(*sums)
+            if self.algorithm.replaced:
+                self.clear()
+
+        return Commit(change, commit.judged)
 
     def exchange_buffers(self, group: WorkerGroup, order: Round) -> Commit:
         """Exchange the model's floating-point buffers as the plan says; return the commit.
@@ -426,15 +445,22 @@ class Replica:
         """
         own = [wide(x) for x in self.flat.buffers]
         means, _ = _means(own, group, counts=finite and group.rank in order.averaged and self.algorithm.counts)
-        return Commit(lambda *_: put(self.flat.buffers, means))
 
-    def consensus(self, group: WorkerGroup, order: Round, *, finite: bool) -> Commit:
+        def change() -> None:
+            with self.copies.following():
+                put(self.flat.buffers, means)
+            if not finite:
+                self.clear()
+
+        return Commit(change)
+
+    def consensus(self, group: WorkerGroup, order: Round, *, finite: bool, own: bool) -> Commit:
         """Return the commit that replaces every model by the average of all, or by the leader's.
 
         It records how far apart the models were. Each process of an island does so with its part. A model that is not
-        ``finite``, or that the algorithm leaves out, does not contribute to the average, and as a leader's it does not
-        replace the others'. The optimizers' copies of the weights are averaged with them. Integer buffers, such as
-        batch norm's counts, become those of rank 0, or the leader's.
+        ``finite`` or not this worker's ``own``, or that the algorithm leaves out, does not contribute to the average,
+        and as a leader's, it does not replace the others'. The optimizers' copies of the weights are averaged with
+        them. Integer buffers, such as batch norm's counts, become those of rank 0, or the leader's.
 
         Raises:
             ExchangeError: it failed.
@@ -442,16 +468,15 @@ class Replica:
         parameters, buffers = self.flat.buffers, self.finite.buffers()
         anywhere = _anywhere([place.copy is not None for place in self.copies.places()], group)
         copies = self.copies.averaged(anywhere)
-        own = [wide(x) for x in (*parameters, *buffers)]
-        models = len(own)
-        own += [torch.cat([wide(x) for x in copies])] if copies else []
-        led = of_member(order.leader, own, group) if self.elects else []
+        rows = [wide(x) for x in (*parameters, *buffers)]
+        models = len(rows)
+        rows += [torch.cat([wide(x) for x in copies])] if copies else []
+        led = of_member(order.leader, rows, group) if self.elects else []
         if not finite:
             logger.warning(LEFT_OUT)
-        counts = finite and (group.rank not in order.new or self._comes_back) and self.algorithm.counts
-        means, counted = _means(own, group, counts=counts)
+        means, counted = _means(rows, group, counts=finite and own and self.algorithm.counts)
         if not any(counted):
-            means = led or of_member(order.leader, own, group)
+            means = led or of_member(order.leader, rows, group)
         follows = self.run.consensus == "leader"
         if follows and any(counted) and not counted[order.leader]:
             logger.warning("the model of the leader, rank %d, does not count: the average replaces it", order.leader)
@@ -464,8 +489,10 @@ class Replica:
             put([*parameters, *buffers, *counters], [*chosen[:models], *counted_by_all])
             for kept in chosen[models:]:
                 self.copies.take(anywhere, torch.split(kept, [x.numel() for x in copies]))
+            if not finite:
+                self.clear()
 
-        return Commit(change, _squares(own[: len(parameters)], means[: len(parameters)], group))
+        return Commit(change, _squares(rows[: len(parameters)], means[: len(parameters)], group))
 
 
 def put(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:

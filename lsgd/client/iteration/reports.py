@@ -106,6 +106,11 @@ class Logged:
             )
         self.numbers = merged
 
+    def note(self, name: str, number: float | None) -> None:
+        """Record a number of lsgd's own, unless there is none, or the user has taken all names."""
+        if number is not None and (name in self.numbers or len(self.numbers) < MAX_LOGGED):
+            self.numbers = {**self.numbers, name: number}
+
 
 def numbers_of(numbers: Mapping[str, Tensor | float], call: str) -> dict[str, float]:
     """Return the numbers that a script has passed to a ``call``.

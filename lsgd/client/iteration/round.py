@@ -1,9 +1,8 @@
-"""A round in progress, and how a worker enters it: the generation's group, the algorithm, the model for newcomers."""
+"""A round in progress, and the process groups of a generation, in which rounds are."""
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -13,16 +12,11 @@ from torch import Tensor
 
 from lsgd.algorithms.base import Commit
 from lsgd.client.checkpoint.checkpoints import Snapshot
-from lsgd.client.checkpoint.file import Packed, from_bytes, to_bytes
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.base import Traffic, WorkerGroup
 from lsgd.client.groups.form import form
 from lsgd.client.groups.mirror import mirrored
 from lsgd.client.groups.reach import probe
-from lsgd.client.iteration.following import Following
-from lsgd.client.iteration.handover import Handover, Inventory
-from lsgd.client.iteration.replica import Replica
-from lsgd.collectives.group import Group
 from lsgd.errors import ExchangeError, LsgdError
 from lsgd.protocol.messages import Generation, Round
 
@@ -57,7 +51,9 @@ class ActiveRound:
 
     Attributes:
         snapshot: state to save when the round is committed.
-        group: members, once it is entered.
+        redo: whether it exchanges the gradients of a backward pass that has ended.
+        group: members, once it is formed.
+        fresh: whether the group is new.
         finite_model: whether the model that entered it is finite in all processes; None: nobody has looked.
         buffers: commit of the exchange of the model's buffers.
         finite: whether the exchanged values are finite. If not, all members skip the step.
@@ -70,7 +66,9 @@ class ActiveRound:
     order: Round
     snapshot: Snapshot | None = None
     state: State = State.ORDERED
-    group: Group | None = None
+    redo: bool = False
+    group: WorkerGroup | None = None
+    fresh: bool = False
     finite_model: Tensor | None = None
     buffers: Commit = field(default_factory=Commit)
     finite: bool = True
@@ -86,6 +84,12 @@ class ActiveRound:
         """
         self.finite_model = None if unknown else torch.tensor(not broken, device="cpu")
         self.lacking = bool(lacking)
+
+    @property
+    def members(self) -> WorkerGroup:
+        """The group; it is formed."""
+        assert self.group is not None
+        return self.group
 
     @property
     def model_is_broken(self) -> bool:
@@ -107,26 +111,20 @@ class ActiveRound:
 
 
 @dataclass(eq=False)
-class RoundEntry:
-    """Enters rounds, and keeps the process groups of the current generation.
+class Groups:
+    """Forms the process groups of generations, and keeps those of the current one.
 
     Attributes:
         generation: current group's; None: there is no group.
-        lacking: whether this process lacks parts of the run's model.
+        current: that group.
         missed: pairs of nodes of which the first cannot dial the second, for the next report to the servers.
     """
 
     membership: Membership
-    replica: Replica
     traffic: Traffic = field(default_factory=Traffic)
     generation: Generation | None = None
-    lacking: bool = False
     missed: tuple[int, ...] | None = None
-    _trains: bool = False  # from the run's model on, with which it has completed a round
-    _group: WorkerGroup | None = None
-    _handover: Handover | None = None
-    _following: Following | None = None
-    _late: frozenset[int] = frozenset()  # newcomers that take part although they lack parts of the model
+    current: WorkerGroup | None = None
 
     def __post_init__(self) -> None:
         self.membership.channel.when_over = self._cut
@@ -138,55 +136,17 @@ class RoundEntry:
             return order
         return replace(order, generation=generation)
 
-    def meet(self) -> bool:
-        """Wait for what newcomers are sent beside the training; return whether this was the last of it."""
-        return self._following is not None and self._following.meet()
-
-    def begin(self, group: WorkerGroup, order: Round, *, fresh: bool, followed: bool) -> bool:
-        """Take up the round's algorithm, and give newcomers the source's model; return whether it begins anew.
-
-        With a ``fresh`` group it always does. ``followed`` is what :meth:`meet` said.
-
-        Raises:
-            ExchangeError: it failed; call :meth:`leave`.
-        """
-        anew = self.replica.take_up(order.algorithm) or fresh or not self._late.issuperset(order.new)
-        followed = followed or order.final or not self.replica.algorithm.can_be_followed
-        if anew or (self._following is not None and followed):
-            with self.replica.copies.following():
-                self._hand_over(group, order)
-        if anew:
-            self.replica.algorithm.reset(self.replica.flat.buffers, group, order)
-        return anew
-
-    def proceed(self) -> None:
-        """After a round, send newcomers what they lack."""
-        self._trains = not self.lacking
-        if self._following is not None:
-            self._following.proceed()
-
-    def transfer(self) -> str:
-        """Return how far a transfer is that takes long; an empty text: none does. Safe from any thread."""
-        group, handover, following = self._group, self._handover, self._following
-        if handover is not None:
-            return handover.progress()
-        own = "" if group is None else group.progress()
-        if following is None or (own and not following.beside):
-            return own
-        return following.progress()
-
     def leave(self, *, cut: bool = False) -> None:
         """Drop the process groups, so that members waiting for this worker fail at once; ``cut``: also an exchange."""
-        if self._group is not None:
+        if self.current is not None:
             if cut:
-                self._group.cut()
-            self._group.close()
-        self._group = self.generation = self._following = None
-        self._late = frozenset()
+                self.current.cut()
+            self.current.close()
+        self.current = self.generation = None
 
     def _cut(self, number: int) -> None:
         """Abort the exchanges of a generation that is over, as all up to this number are."""
-        group, generation = self._group, self.generation
+        group, generation = self.current, self.generation
         if group is not None and generation is not None and generation.number <= number:
             group.cut()
 
@@ -197,19 +157,19 @@ class RoundEntry:
             ExchangeError: it failed; call :meth:`leave`.
         """
         generation, island = order.generation, self.membership.island
-        if self._group is not None and self.generation == generation and island.size > 1:
-            return self._group, False  # its processes hear one by one that it is over, and vote after the exchange
+        if self.current is not None and self.generation == generation and island.size > 1:
+            return self.current, False  # its processes hear one by one that it is over, and vote after the exchange
         self._check_lasts(generation)
         if not generation.indices:
             raise ExchangeError(f"this worker no longer knows the members of generation {generation.number}")
-        if self._group is not None and self.generation == generation:
-            return self._group, False
+        if self.current is not None and self.generation == generation:
+            return self.current, False
         self.leave()
         known = generation
         if order.probe and island.is_head:  # the others have the same links
             self.missed = probe(generation, self.membership)
             known = replace(generation, missed=self.missed)
-        group = self._group = mirrored(known, self.membership, lambda: form(known, self.membership, self.traffic))
+        group = self.current = mirrored(known, self.membership, lambda: form(known, self.membership, self.traffic))
         self.generation = generation
         self._check_lasts(generation)  # a cut until now found no group
         logger.info(
@@ -221,73 +181,3 @@ class RoundEntry:
     def _check_lasts(self, generation: Generation) -> None:
         if reason := self.membership.channel.generation_over(generation.number):
             raise ExchangeError(f"generation {generation.number} is over: {reason}")
-
-    def _hand_over(self, group: WorkerGroup, order: Round) -> None:
-        """Give newcomers the source's model and all members the shared state; newcomers may get the rest later."""
-        replica, pause_s = self.replica, self.replica.run.join_pause_s
-        taking = group.rank in order.new and group.rank != order.source
-        if order.new:
-            self._check_copies(group, order)
-        if self.lacking and not taking:
-            replica.restore()  # the others are gone, and this worker has its own model only
-        if taking and self._trains:
-            replica.keep_change()
-        states, beside = self._states(group, order), self._beside(group, order)
-        # At the start of a run all wait, so that all train from the start.
-        follows = bool(order.new) and order.exchanges > 0 and not (order.final or states)
-        follows = follows and replica.algorithm.can_be_followed
-        keep = replica.keep if taking and follows else None
-        handover = self._handover = Handover(group, order)
-        try:
-            own = Inventory(*replica.newcomers_parts(states, any_=bool(order.new)))
-            left = handover.run(own, pause_s / 2 if follows else math.inf, keep)
-        finally:
-            self._handover = None
-        self._following = Following(handover, own, left, pause_s) if left else None
-        self._late = frozenset(order.new) if follows else frozenset()  # of an island, others may still lack parts
-        self.lacking = taking and bool(left)
-        if taking:
-            replica.take_shared(beside)
-        if taking and not left:
-            replica.take_over(states)
-
-    def _check_copies(self, group: WorkerGroup, order: Round) -> None:
-        """Raise a LsgdError if this worker's optimizers keep other copies of the weights than the source's."""
-        own = torch.tensor([len(self.replica.copies.places())], device=group.device)
-        sources = own.clone()
-        group.broadcast(sources, order.source)
-        if int(own) != int(sources):
-            raise LsgdError(
-                f"this worker's optimizers keep copies of {int(own)} parameters beside the model, and those of "
-                f"{order.generation.members[order.source]} of {int(sources)}, as schedule-free and Lookahead do: join "
-                f"with the same optimizers on all workers"
-            )
-
-    def _states(self, group: WorkerGroup, order: Round) -> list[Tensor]:
-        """Return the optimizers' states as bytes, as many as the source has; empty if newcomers do not take them."""
-        replica, takers = self.replica, {order.source, *order.new}
-        if not order.new or not (replica.run.sync_optimizer or replica.algorithm.settings.schedule().identical):
-            return []
-        nothing = torch.empty(0, dtype=torch.uint8, device="cpu")
-        return [_as_long_as(order.source, replica.optimizer_bytes() if group.rank in takers else nothing, group)]
-
-    def _beside(self, group: WorkerGroup, order: Round) -> Packed:
-        """Return what newcomers take from the source beside the model: states of schedulers, rates, and so on."""
-        if not order.new:
-            return Packed({}, "{}")
-        sent = []
-        for data in to_bytes(self.replica.shared()):
-            row = torch.frombuffer(bytearray(data if isinstance(data, bytes) else data.encode()), dtype=torch.uint8)
-            sent.append(_as_long_as(order.source, row, group))
-            group.broadcast(sent[-1], order.source)
-        tensors, rest = (row.numpy().tobytes() for row in sent)
-        return from_bytes(tensors, rest.decode())
-
-
-def _as_long_as(source: int, data: Tensor, group: WorkerGroup) -> Tensor:
-    """Return bytes in a row as long as that of the source."""
-    length = torch.tensor([len(data)], device=group.device)
-    group.broadcast(length, source)
-    row = torch.zeros(int(length), dtype=torch.uint8, device="cpu")
-    row[: len(data)] = data[: len(row)]
-    return row

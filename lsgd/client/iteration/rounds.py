@@ -1,9 +1,10 @@
 """A worker's rounds: order, enter, exchange, commit or drop, and the report to the servers."""
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import TypeAlias
 
 import torch
 
@@ -14,12 +15,12 @@ from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot
 from lsgd.client.control.channel import Totals
 from lsgd.client.control.closing import on_error
 from lsgd.client.control.joining import Membership
-from lsgd.client.groups.base import WorkerGroup
+from lsgd.client.iteration.download import Download, Has
 from lsgd.client.iteration.gradients import GradientExchange
 from lsgd.client.iteration.grants import GrantClient
 from lsgd.client.iteration.replica import Look, Replica
 from lsgd.client.iteration.reports import ElectionInput, Logged, Stopwatch, Timings
-from lsgd.client.iteration.round import ActiveRound, RoundEntry, State
+from lsgd.client.iteration.round import ActiveRound, Groups, State
 from lsgd.client.iteration.step import Event, Step
 from lsgd.errors import (
     BrokenLinksError,
@@ -34,6 +35,9 @@ from lsgd.protocol import wants
 from lsgd.protocol.messages import Completed, Failed, Go, Met, Probed, Round, Stop
 
 logger = logging.getLogger("lsgd")
+
+AGREEMENT = "lsgd/agreement"
+"""The name under which a worker logs how far the members' changes agree (``Algorithm.agreement``)."""
 
 ALIGN_EVERY = 64
 """How often replicas are compared where each iteration is a round, in rounds."""
@@ -60,7 +64,7 @@ class Rounds:
         resumed = checkpoints.iterations > 0
         self.election = ElectionInput(membership, replica, self.stopwatch, checkpoints.losses, resumed=resumed)
         self.grants = GrantClient(membership, self.election, self.stopwatch)
-        self.entry = RoundEntry(membership, replica)
+        self.groups, self.download = Groups(membership), Download(replica)
         self.active: ActiveRound | None = None
         self.committed = self.dropped = 0
         self.rank = membership.welcome.rank
@@ -76,7 +80,7 @@ class Rounds:
         self._exchanged_at = 0  # this worker's iterations, as of that
         self._served: Algorithm | None = None  # the one that ``gradients`` serves
         self._warned = False  # about its losses
-        traffic = self.entry.traffic
+        traffic = self.groups.traffic
         self._island.passed = lambda: (traffic.sent_nbytes, traffic.received_nbytes)
         self._channel.totals = self._totals
 
@@ -97,12 +101,12 @@ class Rounds:
 
     def timings(self) -> Timings:
         """Return the totals until now; safe from any thread."""
-        traffic = self.entry.traffic
+        traffic = self.groups.traffic
         return Timings(self.grants.done, *self.stopwatch.seconds(), traffic.sent_nbytes, traffic.received_nbytes)
 
     def _totals(self) -> Totals:
         """Return the totals for heartbeats, with the bytes of all processes of the island, and the transfer."""
-        transfer = self.entry.transfer()
+        transfer = self.download.progress(self.groups.current)
         return *self.stopwatch.seconds(), *self._island.total_passed(), self.logged.numbers, transfer
 
     # -- from the order to its end -----------------------------------------------------------------------------
@@ -196,77 +200,126 @@ class Rounds:
         Raises:
             ExchangeError: it failed and was dropped; the model is as before.
         """
-        active = self.active = self._ordered(order, redo=redo)
-        with self.stopwatch.spending("exchange"), self._dropped_on_errors(active):
+        order, before = self.groups.whole(order), self.active
+        again = redo and before is not None and before.order.count == order.count
+        snapshot = before.snapshot if again and before is not None else None  # there is none in the middle of a step
+        self.active = ActiveRound(order, snapshot, redo=redo)
+        self._run(self.active, PHASES)
+
+    def _run(self, active: ActiveRound, phases: Iterable["Phase"]) -> None:
+        """Carry out phases of a round: vote on what each has exchanged, and commit that, or drop the round.
+
+        It is dropped, too, if an error of the script's own ends it, or Ctrl-C: the group is in the middle of it. The
+        script may handle the error, and then asks again.
+        """
+        with self.stopwatch.spending("exchange"):
             try:
-                group = self._enter(active)
-                if not redo or order.final:
-                    self._checkpoints.restore_random()
-                    saves = order.checkpoint and not active.lacking
-                    active.snapshot = self._take(order.count) if saves else None
-                self._exchange(group, active)
-                self._take_up(active.order)
-                if active.order.final or not self._replica.algorithm.spans_backward:
-                    self._complete()
-                elif redo and self.gradients is not None:
-                    self._agree(self.gradients.again(active))
-                    self._complete()
-                else:
-                    active.to(State.WAITING)
+                for phase in phases:
+                    if (commit := phase(self, active)) is not None:
+                        self._agree(commit)
             except ExchangeError as error:
-                self._drop_all(error)
+                self.drop(str(error), error.broken if isinstance(error, BrokenLinksError) else ())
+                self._agree(error)
+                raise
+            except LsgdError:
+                raise
+            except BaseException as error:
+                if active.state not in (State.COMMITTED, State.DROPPED):
+                    self.drop(type(error).__name__)
                 raise
 
-    @contextmanager
-    def _dropped_on_errors(self, active: ActiveRound) -> Iterator[None]:
-        """Drop a round that an error of the script's own ends inside, or Ctrl-C: the group is in the middle of it.
+    def _land_before_parting(self, active: ActiveRound) -> None:
+        """If members change, land what those of the last generation have exchanged, unless it has failed."""
+        self._replica.flat.reshard()
+        if active.order.generation == self.groups.generation or self._replica.algorithm.spans_backward:
+            return  # what spans the backward pass has landed with its round, or was dropped
+        self._land_before_leaving()
 
-        The script may handle the error, and then asks again.
-        """
-        try:
-            yield
-        except LsgdError:
-            raise
-        except BaseException as error:
-            if active.state not in (State.COMMITTED, State.DROPPED):
-                self.drop(type(error).__name__)
-            raise
+    def _form(self, active: ActiveRound) -> None:
+        """Form the group of the members."""
+        active.group, active.fresh = self.groups.group_of(active.order)
 
-    def _ordered(self, order: Round, *, redo: bool) -> ActiveRound:
-        """Return a new round; in the middle of an iteration only the snapshot of its first round exists."""
-        order, before = self.entry.whole(order), self.active
-        same = redo and before is not None and before.order.count == order.count
-        return ActiveRound(order, before.snapshot if same and before is not None else None)
-
-    def _enter(self, active: ActiveRound) -> WorkerGroup:
-        """Enter a round, compute the consensus if it is the last, and return its group."""
-        order, replica = active.order, self._replica
-        replica.flat.reshard()
-        if order.generation != self.entry.generation:
-            self._land_before_leaving()
-        group, fresh = self.entry.group_of(order)
-        if not fresh:
+    def _equalize(self, active: ActiveRound) -> None:
+        """Land what the last round has exchanged, and give an island's replicas one model, if they may differ."""
+        if not active.fresh:
             self._settle()
-        active.group = group
-        self._align(group, anew=fresh or bool(order.new))
-        followed = self.entry.meet()
-        if order.averaged:  # by the phase that ends: the one that begins may copy a model
-            self._look(active)
-            with replica.copies.following():
-                self._agree(replica.average(group, order, finite=not active.model_is_broken))
-            self._clear_if_broken(active)
-        anew = self.entry.begin(group, order, fresh=fresh, followed=followed)
+        compared = [look for look in self._looks if look.prints]
+        anew = active.fresh or bool(active.order.new) or not self._replica.lockstep
+        if self._island.replicas and (compared or anew):
+            self._replica.align(self._island, active.members, compared, self._add_up)
+
+    def _judge_averaged(self, active: ActiveRound) -> Commit | None:
+        """Look whether the model is finite that is to be averaged."""
+        return self._look(active) if active.order.averaged else None
+
+    def _average(self, active: ActiveRound) -> Commit | None:
+        """After the phase of a plan that ends, average the models: the one that begins may copy one."""
+        order = active.order
+        if not order.averaged:
+            return None
+        return self._replica.average(active.members, order, finite=not active.model_is_broken)
+
+    def _take_up(self, active: ActiveRound) -> Commit | None:
+        """Take up the algorithm, give newcomers the model, and look at the one that enters the round."""
+        group, order = active.members, active.order
+        anew = self.download.begin(group, order, fresh=active.fresh)
         if group.rank in order.new and group.rank != order.source:
             self._say_lost()
-        if anew or order.new or order.final or not self._looks:
-            self._look(active)
-        elif (finite := self._finite()) is not None:
-            active.finite_model = torch.tensor(finite, device="cpu")
         active.to(State.ENTERED)
+        if anew or order.new or order.final or not self._looks:
+            return self._look(active)
+        if (finite := self._finite()) is not None:
+            active.finite_model = torch.tensor(finite, device="cpu")
+        return None
+
+    def _agree_on_consensus(self, active: ActiveRound) -> Commit | None:
+        """In the last round, make the consensus."""
+        if not active.order.final:
+            return None
+        own = self.download.has_own(active.members.rank, active.order)
+        return self._replica.consensus(active.members, active.order, finite=not active.model_is_broken, own=own)
+
+    def _snapshot(self, active: ActiveRound) -> None:
+        """Copy to memory what the checkpoint is to have, if one is due."""
+        if not active.redo or active.order.final:
+            self._checkpoints.restore_random()
+            saves = active.order.checkpoint and not active.lacking
+            active.snapshot = self._take(active.order.count) if saves else None
+
+    def _exchange(self, active: ActiveRound) -> Commit | None:
+        """Exchange what is exchanged before the forward pass, or begin to."""
+        order, replica = active.order, self._replica
         if order.final:
-            self._agree(replica.consensus(group, order, finite=not active.model_is_broken))
-            self._clear_if_broken(active)
-        return group
+            return None
+        active.buffers = replica.exchange_buffers(active.members, order)
+        commit = replica.exchange(active.members, order, active.finite_model)
+        if replica.algorithm.spans_backward:
+            return None
+        self._later = active if commit is None else None
+        return Commit() if commit is None else self._timed(commit, order)
+
+    def _follow_order(self, active: ActiveRound) -> None:
+        """Take the rank and the part of the data that this worker has among the members."""
+        self._serve(self._replica.algorithm)
+        generation = active.order.generation
+        self.rank, self.world_size = generation.members.index(self._who[0]), len(generation.members)
+        self.part = generation.part_of(self.rank)
+        self._check_losses()
+
+    def _exchange_again(self, active: ActiveRound) -> Commit | None:
+        """Exchange the gradients of a backward pass that has ended, and whose round was dropped."""
+        again = active.redo and not active.order.final and self.gradients is not None
+        return self.gradients.again(active) if again and self.gradients is not None else None
+
+    def _report(self, active: ActiveRound) -> None:
+        """Complete a round whose exchange is committed, or let the backward pass do so."""
+        exchanges = self._replica.algorithm.spans_backward and not active.order.final
+        if exchanges and active.state is State.ENTERED:
+            active.to(State.WAITING)
+        else:
+            self._complete(active)
+
+    # -- in these phases ---------------------------------------------------------------------------------------
 
     def _say_lost(self) -> None:
         """Say what a worker that has missed rounds loses, unless the algorithm has a common model to add it to."""
@@ -278,15 +331,7 @@ class Rounds:
                 *(self._who[0], algorithm.settings.name, lost, self.committed),
             )
 
-    def _clear_if_broken(self, active: ActiveRound) -> None:
-        """Drop the optimizers' states if they would break the model again."""
-        if active.model_is_broken:
-            self._replica.clear()
-
     def _land_before_leaving(self) -> None:
-        """Land what the members of the last generation have exchanged, unless it has failed."""
-        if self._replica.algorithm.spans_backward:  # it has landed with its round, or was dropped
-            return
         try:
             self._settle()
         except ExchangeError as error:
@@ -295,56 +340,36 @@ class Rounds:
 
     def _settle(self) -> None:
         """Land what is pending, or drop it in all processes."""
-        algorithm = self._replica.algorithm
         try:
-            self._land(algorithm.settle(self._replica.flat.buffers))
+            self._land(self._replica.settle())
         except ExchangeError:
-            algorithm.drop_pending()
+            self._replica.algorithm.drop_pending()
             raise
-
-    def _align(self, group: WorkerGroup, *, anew: bool) -> None:
-        """Make replicas equal, if they have reported their fingerprints, or the round begins ``anew``."""
-        if not self._island.replicas:
-            return
-        compared = [look for look in self._looks if look.prints]
-        if compared or anew or not self._replica.lockstep:
-            self._replica.align(self._island, group, compared, lambda judged: self._agree(Commit(judged=judged)))
 
     def _finite(self) -> bool | None:
         """Return whether the model is finite in all processes, as they have reported; None: nobody need know."""
         first, finite = self._looks[0], [look.finite for look in self._looks]
         return first.finite if first.prints or None in finite else all(finite)  # now all have the first one's model
 
-    def _look(self, active: ActiveRound) -> None:
+    def _look(self, active: ActiveRound) -> Commit | None:
         """Look whether the model that enters the round is finite; only the processes of an island wait for that."""
         whole = self._island.size == 1
         finite = self._replica.judge(active.order, whole=whole)
         if whole:
-            active.finite_model, active.lacking = finite, self.entry.lacking
-        else:
-            broken = False if finite is None else ~finite
-            self._agree(Commit(active.enter, (finite is None, broken, self.entry.lacking)))
+            active.finite_model, active.lacking = finite, self.download.has is Has.PARTS
+            return None
+        broken = False if finite is None else ~finite
+        return Commit(active.enter, (finite is None, broken, self.download.has is Has.PARTS))
 
-    def _exchange(self, group: WorkerGroup, active: ActiveRound) -> None:
-        """Exchange what is exchanged before the forward pass; if that is all, the round's commit follows."""
-        if active.order.final:
-            return
-        replica = self._replica
-        active.buffers = replica.exchange_buffers(group, active.order)
-        commit = replica.exchange(group, active.order, active.finite_model)
-        if not replica.algorithm.spans_backward:
-            self._commit(commit)
-            self._later = active if commit is None else None
-            if commit is not None and active.order.scope == "global":
-                self._transfer_s = replica.algorithm.transfer_s
+    def _timed(self, commit: Commit, order: Round) -> Commit:
+        """Return a commit that also notes how long its transfer took."""
 
-    def _take_up(self, order: Round) -> None:
-        """Take up the round's members and algorithm."""
-        self._serve(self._replica.algorithm)
-        members = order.generation.members
-        self.rank, self.world_size = members.index(self._who[0]), len(members)
-        self.part = order.generation.part_of(self.rank)
-        self._check_losses()
+        def change(*sums: float) -> None:
+            commit.change(*sums)
+            if order.scope == "global":
+                self._transfer_s = self._replica.algorithm.transfer_s
+
+        return Commit(change, commit.judged)
 
     def _check_losses(self) -> None:
         """Warn once if the algorithm elects leaders, and this worker has trained without a usable loss."""
@@ -385,28 +410,25 @@ class Rounds:
                 f"{self._who[0]}: optimizer.step() before the gradients were exchanged: no backward pass ran in this "
                 f"iteration, or all ran inside worker.no_sync(), or the model's parameters were replaced in it"
             )
-        assert active.group is not None
-        parameters, order = self._replica.flat.buffers, active.order
         try:
-            with self.stopwatch.spending("exchange"), self._dropped_on_errors(active):
-                commit = self._replica.algorithm.after_backward(parameters, (), active.group, order)
-                self._commit(commit)
+            self._run(active, AFTER_BACKWARD)
         except ExchangeError as error:
-            logger.warning("round %d failed, the model is as before: %s", order.id, error)
-            self._drop_all(error)
-        else:
-            self._complete()
+            logger.warning("round %d failed, the model is as before: %s", active.order.id, error)
+
+    def _await_models(self, active: ActiveRound) -> Commit:
+        """Complete an exchange of models that training has hidden."""
+        return self._replica.after_backward(active.members, active.order) or Commit()
+
+    def _await_gradients(self, active: ActiveRound) -> Commit:
+        """Wait for the exchange of gradients."""
+        assert self.gradients is not None
+        return self.gradients.wait(active)
 
     def after_step(self) -> None:
         """Call the algorithm's ``after_step``, and land the transfer that may have arrived."""
-        flat, algorithm = self._replica.flat, self._replica.algorithm
         with self.stopwatch.spending("exchange"):
-            if acts := algorithm.acts_after_step:
-                flat.find()
             try:
-                with self._replica.copies.following() if acts else nullcontext():
-                    commit = algorithm.after_step(flat.buffers)
-                self._land(commit)
+                self._land(self._replica.after_step())
             except ExchangeError as error:  # it stays pending, so the next round fails too, and says why
                 self._agree(error)
 
@@ -414,24 +436,9 @@ class Rounds:
         """Commit a transfer that began in an earlier round, if one has arrived."""
         if commit is None:
             return
-        self._commit(commit)
-        if self._later is not None and self._later.order.scope == "global" and not self._later.order.new:
-            self._transfer_s = self._replica.algorithm.transfer_s  # with newcomers there may be nothing to exchange
-        self._later = None
-
-    def _commit(self, commit: Commit | None) -> None:
-        """Commit an exchange of models, unless it has only begun.
-
-        If it has replaced a model that was not finite, the optimizers' states and the gradients would break it again.
-        """
-        if commit is None:
-            self._agree(Commit())
-            return
-        with self._replica.copies.following():
-            self._agree(commit)
-        if self._replica.algorithm.replaced:
-            self._replica.clear()
-            self._replica.drop_gradients()
+        later, self._later = self._later, None
+        known = later is not None and not later.order.new  # with newcomers there may be nothing to exchange
+        self._agree(self._timed(commit, later.order) if later is not None and known else commit)
 
     def _agree(self, outcome: Commit | ExchangeError) -> list[float]:
         """Vote on this process's part of an exchange; if it has succeeded in all processes of the worker, commit it.
@@ -446,9 +453,8 @@ class Rounds:
             outcome.apply(sums)
         return sums
 
-    def _drop_all(self, error: ExchangeError) -> None:
-        self.drop(str(error), error.broken if isinstance(error, BrokenLinksError) else ())
-        self._agree(error)
+    def _add_up(self, judged: Sequence[float]) -> list[float]:
+        return self._agree(Commit(judged=judged))
 
     def drop(self, reason: str, broken: tuple[int, ...] = ()) -> None:
         """Drop the round in progress and its group: the servers order another one.
@@ -459,59 +465,58 @@ class Rounds:
         assert self.active is not None
         self.active.to(State.DROPPED)
         self.arm(begun=False)
+        if self.gradients is not None:
+            self.gradients.forget()
         self.dropped = self.active.order.id
         self._say_missed(self.active.order)
         self._channel.send(Failed(*self._who, self.active.order.id, reason, broken))
-        self.entry.leave(cut=True)
+        self.groups.leave(cut=True)
 
     def drop_torn(self) -> None:
         """Drop the round of a backward pass that an error has ended in the middle, which the script has handled."""
         if self.gradients is not None and self.active is not None and self.active.state is State.EXCHANGING:
             self.drop("its backward pass ended with an error")
-            self.gradients.forget()
 
-    def _complete(self) -> None:
+    def _complete(self, active: ActiveRound) -> None:
         """Complete a round whose exchange is committed: save the checkpoint, and tell the servers."""
-        assert self.active is not None
-        self.active.buffers.apply()
-        self.active.to(State.COMMITTED)
-        order = self.active.order
-        self.committed, self.grants.lacking = order.id, self.active.lacking
+        active.buffers.apply()
+        active.to(State.COMMITTED)
+        order = active.order
+        self.committed, self.grants.lacking = order.id, active.lacking
         if order.scope == "global":
             self.count, self._exchanged_at = order.count, self.grants.done
-        self.entry.proceed()  # newcomers wait for what this member sends, not for its disk
-        if order.checkpoint and not self.active.lacking:
-            self._checkpoints.save(self.active.snapshot)
-            self.active.snapshot = None  # it copies the model and all states
+        self.download.proceed()  # newcomers wait for what this member sends, not for its disk
+        if order.checkpoint and not active.lacking:
+            self._checkpoints.save(active.snapshot)
+            active.snapshot = None  # it copies the model and all states
         sent_nbytes, _ = self._island.total_passed()
         self._say_missed(order)
         transfer_s = 0.0
         if order.scope == "global":
             transfer_s, self._transfer_s = self._transfer_s, 0.0
-        self._channel.send(Completed(*self._who, order.id, sent_nbytes, self.active.lacking, transfer_s))
+            self.logged.note(AGREEMENT, self._replica.algorithm.agreement)
+        self._channel.send(Completed(*self._who, order.id, sent_nbytes, active.lacking, transfer_s))
 
     def _say_missed(self, order: Round) -> None:
         """Tell the servers which nodes cannot dial each other, if this round has found that out."""
-        if self.entry.missed is not None:
-            self._channel.send(Probed(*self._who, order.id, self.entry.missed))
-            self.entry.missed = None
+        if self.groups.missed is not None:
+            self._channel.send(Probed(*self._who, order.id, self.groups.missed))
+            self.groups.missed = None
 
     def _complete_gradients(self) -> None:
         """At the end of a backward pass, wait for the exchange; if it failed, exchange the gradients again."""
-        assert self.gradients is not None and self.active is not None
-        with self.stopwatch.spending("exchange"):
-            try:
-                self._agree(self.gradients.wait(self.active))
-            except ExchangeError as error:
-                failed = self.active.order.id
-                logger.warning("round %d failed: %s; its gradients will be exchanged again", failed, error)
-                self._drop_all(error)
-                with self.saving():
-                    if not self.follow(redo=True):  # before_step drops the gradients: a GradScaler looks at them first
-                        self.active.skipped = True
-                        self._step.advance(Event.STOP)
-            else:
-                self._complete()
+        active = self.active
+        assert active is not None
+        try:
+            self._run(active, AFTER_GRADIENTS)
+        except ExchangeError as error:
+            failed = active.order.id
+            logger.warning("round %d failed: %s; its gradients will be exchanged again", failed, error)
+            with self.saving():
+                if not self.follow(redo=True):  # before_step drops the gradients: a GradScaler looks at them first
+                    assert self.active is not None
+                    self.active.skipped = True
+                    self._step.advance(Event.STOP)
 
     def _serve(self, algorithm: Algorithm) -> None:
         """Let backward passes exchange gradients if the algorithm does."""
@@ -549,7 +554,7 @@ class Rounds:
         """Save the state as that of the last global round; return the words for where."""
         if self._checkpoints.folder is None:
             return "its state is not saved: no folder was given"
-        if self.entry.lacking:
+        if self.download.has is Has.PARTS:
             return "its state is not saved, because it lacks parts of the run's model"
         if not self.count:
             last = self._checkpoints.last()
@@ -564,3 +569,29 @@ class Rounds:
             f"its state is saved in {path}; when the servers can run again, resume from it with lsgd launch --resume "
             f"(RESUME=1 bash scripts/train.sh)"
         )
+
+
+Phase: TypeAlias = Callable[[Rounds, ActiveRound], Commit | None]
+"""A part of a round. What it returns is committed if the part has succeeded in all processes of the worker."""
+
+PHASES: Sequence[Phase] = (
+    Rounds._land_before_parting,
+    Rounds._form,
+    Rounds._equalize,
+    Rounds._judge_averaged,
+    Rounds._average,
+    Rounds._take_up,
+    Rounds._agree_on_consensus,
+    Rounds._snapshot,
+    Rounds._exchange,
+    Rounds._follow_order,
+    Rounds._exchange_again,
+    Rounds._report,
+)
+"""A round, from the servers' order to the report, or to where the backward pass completes it."""
+
+AFTER_BACKWARD: Sequence[Phase] = (Rounds._await_models, Rounds._report)
+"""Its rest, if models are exchanged beside the forward and the backward pass."""
+
+AFTER_GRADIENTS: Sequence[Phase] = (Rounds._await_gradients, Rounds._report)
+"""Its rest, if gradients are exchanged."""

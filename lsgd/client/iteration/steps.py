@@ -56,6 +56,7 @@ class Steps:
             checkpoints.rates,
             lambda: [*self.schedules.optimizers, *map(optimizer_of, checkpoints.schedulers())],
         )
+        self._passed = membership.passed
         self._outside = 0  # steps of optimizers outside of steps of this worker
         self._idle = 0  # steps in a row in which no optimizer stepped
         self._warned = self._said_aside = False
@@ -174,9 +175,10 @@ class Steps:
     def idle_error(self) -> NotTrainedError | None:
         """Return the error if this worker ends without an iteration, else None.
 
-        A newcomer may find that all are granted to others, and one that is resumed that its loop has ended.
+        A newcomer may find that all are granted to others, and one that is resumed that its loop has ended; a stage
+        that was over needs none.
         """
-        if self._grants.done or not (self._outside or self._begins):
+        if self._grants.done or self._passed or not (self._outside or self._begins):
             return None
         if (ending := self._grants.ending) is not None:
             return self._not_trained(f"the run has ended before its first iteration was complete: {ending.reason}")

@@ -1,6 +1,7 @@
 """An optimizer that evaluates a closure several times."""
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -27,4 +28,4 @@ for _ in range(worker.step // len(loader), 2):
         worker.report(optimizer.step(closure))
 worker.finish()
 if worker.first:
-    torch.save(model.state_dict(), "model.pt")
+    save_file(model.state_dict(), "model.safetensors")

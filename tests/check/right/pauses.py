@@ -1,5 +1,7 @@
 """Each worker evaluates by itself, and the others go on."""
 
+import os
+
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,4 +30,6 @@ for _ in range(worker.step // len(loader), 2):
         model.train()
 worker.finish()
 if worker.first:
-    torch.save(model.state_dict(), "model.pt")
+    with open("model.pt.part", "wb") as file:
+        torch.save(model.state_dict(), file)
+    os.replace("model.pt.part", "model.pt")

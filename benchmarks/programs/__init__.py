@@ -1,0 +1,1 @@
+"""Programs in the shape of those that people run, alone, with two workers, and through ``lsgd check``."""

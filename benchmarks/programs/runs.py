@@ -1,0 +1,165 @@
+"""Runs a program: alone, with two workers, and through ``lsgd check``."""
+
+import csv
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from benchmarks.programs.program import Program
+from benchmarks.testbed.launch import RunFailedError
+
+WORKERS = 2
+PLAN: Mapping[str, str] = {"LSGD_ALGORITHM": "local", "LSGD_PERIOD": "4"}
+CHECKED_STEPS = 40
+"""Steps of each worker in a check; a program that has more makes fewer there."""
+
+ALL = "1,2,3,4,5,6,7,8,9"
+DEADLINE_S = 600.0
+SHOWN_LINES = 40
+_FIGURE = re.compile(r"(?:^|\] )(?P<name>[a-z][\w -]*): (?P<value>-?[\d.]+(?:e[-+]\d+)?)$", re.M)
+
+
+def alone(program: Program, python: str, folder: Path) -> dict[str, Any]:
+    """Run it without lsgd's lines, and return its figure."""
+    script = folder / f"{program.name}_plain.py"
+    script.write_text(program.plain, encoding="utf-8")
+    began = time.monotonic()
+    command = [python, *shlex.split(program.says("Alone")), str(script), *_arguments(program, 1)]
+    said = _run(command, folder, {}, DEADLINE_S)
+    return {"figure": figure(program, said), "seconds": round(time.monotonic() - began, 1)}
+
+
+def two(program: Program, python: str, folder: Path) -> dict[str, Any]:
+    """Run it with two workers that make half of the steps each; return its figure, and the bytes of a round."""
+    launch = [python, "-m", "lsgd.client", "launch", "--plain", "--workers", str(WORKERS), "--device", "cpu"]
+    launch += ["--run-dir", str(folder / "run"), "--log-to", "csv", *shlex.split(program.says("Launch")), "--"]
+    began = time.monotonic()
+    command = [python, str(program.path), *_arguments(program, WORKERS)]
+    said = _run([*([] if starts_itself(program) else launch), *command], folder, variables(program), DEADLINE_S)
+    found = {"figure": figure(program, said), "seconds": round(time.monotonic() - began, 1)}
+    if starts_itself(program):
+        return {**found, "round_nbytes": None}
+    result = json.loads((folder / "run" / "result.json").read_text())
+    rounds = {"round_nbytes": round_nbytes(folder / "run" / "curves.csv"), "rounds": result["rounds_global"]}
+    return {**found, "iterations": result["iterations"], **rounds}
+
+
+def starts_itself(program: Program) -> bool:
+    """Whether another library starts the workers, so that there is nothing to launch, and nothing to check."""
+    return program.says("Launch") == "none"
+
+
+def _arguments(program: Program, workers: int) -> list[str]:
+    """Return a program's arguments: the steps of each worker, and the number of workers if it starts them itself."""
+    return [str(program.steps // workers), *([str(workers)] if starts_itself(program) else [])]
+
+
+def check(program: Program, python: str, folder: Path, points: str = ALL) -> dict[str, Any]:
+    """Return what ``lsgd check`` says of each of these points."""
+    found = folder / "check.json"
+    steps = min(CHECKED_STEPS, program.steps // WORKERS)
+    command = [python, "-m", "lsgd.client", "check", "--device", "cpu", "--json", str(found), "--keep", "--steps"]
+    began = time.monotonic()
+    arguments = [str(CHECKED_STEPS), "--only", points, "--", python, str(program.path), str(steps)]
+    said = _run([*command, *arguments], folder, variables(program) | {"TMPDIR": str(folder)}, 2 * DEADLINE_S, (0, 1))
+    (folder / "check.txt").write_text(said, encoding="utf-8")
+    judged = json.loads(found.read_text())
+    return {
+        "seconds": round(time.monotonic() - began, 1),
+        "points": {str(each["point"]): each["status"] for each in judged},
+        "unjudged": {str(each["point"]): each["unjudged"] for each in judged if each["status"] == "unjudged"},
+        "findings": [
+            {**finding, "point": each["point"], "where": finding["where"].rpartition("/")[2]}
+            for each in judged
+            for finding in each["findings"]
+        ],
+    }
+
+
+PARTS: Mapping[str, Callable[..., dict[str, Any]]] = {"alone": alone, "two": two, "check": check}
+
+
+def variables(program: Program) -> dict[str, str]:
+    """Return the variables of a program's runs with lsgd."""
+    own = dict(pair.split("=", 1) for pair in shlex.split(program.says("Variables")))
+    return {**(PLAN if "LSGD_ALGORITHM" not in own else {}), **own}
+
+
+def figure(program: Program, said: str) -> float:
+    """Return the figure that a program has printed last.
+
+    Raises:
+        RunFailedError: it has printed none.
+    """
+    name = program.says("Figure", "held-out loss")
+    found = [float(each["value"]) for each in _FIGURE.finditer(said) if each["name"] == name]
+    if not found:
+        raise RunFailedError(f"{program.name} does not print '{name}: NUMBER':\n{_last(said)}")
+    return found[-1]
+
+
+def round_nbytes(path: Path) -> float | None:
+    """Return the bytes that a worker sends in a round, the mean over rounds; None: the run had none."""
+    with path.open(newline="", encoding="utf-8") as file:
+        sent = [float(row["value"]) for row in csv.DictReader(file) if row["name"] == "round/sent_bytes"]
+    return sum(sent) / len(sent) / WORKERS if sent else None
+
+
+def _run(
+    command: Sequence[str], folder: Path, own: Mapping[str, str], deadline_s: float, right: Sequence[int] = (0,)
+) -> str:
+    """Run a command in a folder, as a session of its own, and return what it has said.
+
+    Raises:
+        RunFailedError: it ends with another exit code, or not in time.
+    """
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("LSGD_")}
+    environ |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "TOKENIZERS_PARALLELISM": "false"}
+    environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "YOLO_CONFIG_DIR": str(folder / "yolo")}
+    environ |= {"PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0", **own}
+    log = folder / "output.txt"
+    with log.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise RunFailedError(f"{shlex.join(command)} has not ended after {deadline_s:g} s:\n{_tail(log)}") from None
+        finally:
+            _end(process)
+    if code not in right:
+        raise RunFailedError(f"{shlex.join(command)} ended with {code}:\n{_tail(log)}")
+    return log.read_text(encoding="utf-8", errors="replace")
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a process that still runs, and what it has started; lsgd launch ends its own on Ctrl-C."""
+    for number, patience_s in ((signal.SIGINT, 20.0), (signal.SIGKILL, 5.0)):
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience_s)
+
+
+def _tail(log: Path) -> str:
+    return _last(log.read_text(encoding="utf-8", errors="replace"))
+
+
+def _last(said: str) -> str:
+    return "\n".join(said.splitlines()[-SHOWN_LINES:])

@@ -1,0 +1,70 @@
+"""The table of programs in docs/guides/programs.md."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.programs.environment import ROOT
+from benchmarks.programs.program import SCRIPTS, Program, programs
+from benchmarks.report.tables import table
+
+PAGE = ROOT / "docs" / "guides" / "programs.md"
+_TABLE = re.compile(r"^\| program \|.*?\n(?=\n|\Z)", re.M | re.S)
+COLUMNS = ("program", "what", "lines", "figure", "alone", "two workers", "bytes a round", "checked", "versions")
+
+Row = Mapping[str, Any]
+
+
+def write(rows: Sequence[Row]) -> None:
+    """Write the table into the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    if not _TABLE.search(text):
+        raise ValueError(f"{PAGE} has no table that begins with '| program |'")
+    PAGE.write_text(_TABLE.sub(lambda _: lines(rows) + "\n", text, count=1), encoding="utf-8")
+
+
+def lines(rows: Sequence[Row]) -> str:
+    """Return the table."""
+    every: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        every.setdefault(row["program"], {})[row["part"]] = row
+    found = [_cells(each, every.get(each.name, {})) for each in programs()]
+    return re.sub(r"\| ---: \| ---: \|", "| --- | ---: |", table(COLUMNS, found), count=1)
+
+
+def _cells(program: Program, parts: Mapping[str, Row]) -> list[str]:
+    link = f"[{program.name}](../../{SCRIPTS.relative_to(ROOT)}/{program.name}.py)"
+    added, replaced = program.changes
+    what = program.title + (f". {program.says('Remark')}" if program.says("Remark") else "")
+    if program.says("Unable"):
+        return [link, f"{program.title}. {program.says('Unable')}", *[""] * 7]
+    current = {name: row for name, row in parts.items() if row["script"] == program.digest}
+    alone, two = current.get("alone"), current.get("two")
+    versions: Mapping[str, str] = next(iter(current.values()), {"versions": {}})["versions"]
+    return [
+        link,
+        what,
+        f"+{added}" + (f" ~{replaced}" if replaced else ""),
+        program.says("Figure", "held-out loss"),
+        *(f"{row['figure']:.4g}" if row else "" for row in (alone, two)),
+        nbytes(two["round_nbytes"]) if two and two["round_nbytes"] is not None else "",
+        _checked(current.get("check")),
+        ", ".join(f"{name} {version}" for name, version in versions.items() if name != "torch"),
+    ]
+
+
+def nbytes(value: float) -> str:
+    """Return a number of bytes in words."""
+    for unit, size in (("MB", 1e6), ("kB", 1e3)):
+        if value >= size:
+            return f"{value / size:.3g} {unit}"
+    return f"{value:.0f}"
+
+
+def _checked(row: Row | None) -> str:
+    if row is None:
+        return ""
+    wrong = [point for point, status in row["points"].items() if status == "wrong"]
+    unjudged = [point for point, status in row["points"].items() if status == "unjudged"]
+    words = f"✗ {', '.join(wrong)}" if wrong else "✓"
+    return f"{words}{' - ' + ', '.join(unjudged) if unjudged else ''} {row['date']}"

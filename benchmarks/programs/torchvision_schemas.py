@@ -1,0 +1,25 @@
+"""Lets torchvision be imported beside a CPU build of torch, copied into the programs' environment.
+
+PyPI's torchvision has its compiled operators for CUDA builds of torch alone, and cannot be imported without their
+schemas.
+The programs use none of them.
+"""
+
+import sys
+from typing import Any
+
+
+class Schemas:
+    """Defines the schemas when torchvision is imported; finds no module."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
+        """Define them once."""
+        if name == "torchvision._meta_registrations":
+            import torch
+
+            if not hasattr(torch.ops.torchvision, "nms"):
+                torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+                torch.library.define("torchvision::qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+sys.meta_path.insert(0, Schemas())
