@@ -152,6 +152,7 @@ def _in_words(devices: int, processes: int) -> str:
     help="Also serve the run's page on node 0 (like lsgd dashboard, to this machine only).",
 )
 @click.option("--plain", is_flag=True, help=PLAIN_HELP)
+@click.option("--verbose", is_flag=True, envvar="LSGD_VERBOSE", help=options.VERBOSE_HELP)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, shell_complete=options.files)
 def launch_command(
     node: int | None,
@@ -172,6 +173,7 @@ def launch_command(
     log_to: tuple[str, ...],
     dashboard: int | None,
     plain: bool,
+    verbose: bool,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND as each worker of this node, and the servers that they need.
@@ -235,6 +237,7 @@ def launch_command(
         log_to=log_to,
         dashboard=dashboard,
         plain=plain,
+        verbose=verbose,
         processes=processes_per_worker,
         torchrun=torchrun,
         store=store,

@@ -46,10 +46,10 @@ from lsgd.run_folder import stage_of
 from lsgd.server import daemon, endings
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, MOVED, TICK_S, Ending, complain, say
+from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, MOVED, TICK_S, Ending, complain, say, tell
 from lsgd.server.held import HeldCopy
 from lsgd.server.journal import Journal, capture, restore, taken_over
-from lsgd.server.reasons import Why
+from lsgd.server.reasons import ROUTINE, Why
 from lsgd.server.report import Record, progress, report
 from lsgd.server.standbys import Standbys
 from lsgd.server.state import Decision
@@ -426,6 +426,11 @@ class GlobalDaemon:
 
     def _say(self, words: str) -> None:
         """Print a line that does not come from the coordinator."""
+        tell(words)
+        self._happened.append(Note("", words))
+
+    def _note(self, words: str) -> None:
+        """Print a detail that does not come from the coordinator."""
         say(words)
         self._happened.append(Note("", words))
 
@@ -451,7 +456,7 @@ class GlobalDaemon:
         same = known is not None and known.hello.incarnation == hello.incarnation
         if known is None or same or now - known.heard_at > NODE_LEASE_S:
             if not same:
-                self._say(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
+                self._note(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
             self._nodes[hello.node] = _Node(peer, hello, now)
             self._act(self.coordinator.handle(hello, now))
             if self._standbys is not None:
@@ -491,11 +496,13 @@ class GlobalDaemon:
         generation = self._state.roster.generation
         self._happened += decision.happened
         for note in decision.notes:
-            say(note)
             begins = note.code == Why.GENERATION.code and not self._state.ledger.count  # not where it has resumed
+            is_routine = not ROUTINE.isdisjoint((note.code, note.code.partition(".")[0])) and not begins
+            is_routine |= note.code == "leaves.left" and bool(self._state.stopping)
+            (say if is_routine else tell)(note)
             if begins and generation is not None and generation.number == 1:
                 for line in forecast(self._state.plan, len(generation.indices)):
-                    self._say(line)
+                    (self._say if "type " in line else self._note)(line)
         for worker, incarnation, message in decision.answers:
             self._send_worker(worker, incarnation, message)
 
