@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lsgd"
 LAYERS = (
     "errors built",
-    "lazy output payload processors registry election settings shards probe digests means observer",
+    "lazy output payload processors registry election settings shards probe digests means observer stacks",
     "scattered",
     "flat",
     "learning_rate schedulers",

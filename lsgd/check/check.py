@@ -77,7 +77,10 @@ class Check:
         watched = self._watch("straight", self._script.workers)
         if watched.at(self._script.steps) and not watched.ends_by_itself:
             watched.stop()
-        return watched.finish()
+        run = watched.finish()
+        if any(life.goes_on for life in run.lives):
+            self._say("the script trains more than once: its first training is judged, and the run is ended after that")
+        return run
 
     def _stopped(self) -> Run:
         self._say("the same, stopped in the middle, as by lsgd stop")

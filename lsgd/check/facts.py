@@ -10,6 +10,7 @@ far) and ``over`` (whether the run has ended for this worker). The kinds:
 - ``call``, ``back``, ``raised``: a call of the worker, and how it ended; ``read``: a property that the script has read.
 - ``file``, ``seed``, ``scheduler``, ``warning``: what the script writes and seeds, its schedulers, and what lsgd says.
 - ``at``: the line of the script at work. ``end``, ``exit``: the model after the run, and at the end of the process.
+- ``stage``: the process joins again, for another training; what follows is not noted.
 """
 
 import json
@@ -45,6 +46,11 @@ class Life:
     def worker(self) -> str:
         """The worker's name; empty before the join."""
         return "" if self.joined is None else str(self.joined["worker"])
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether its process trains again after this training."""
+        return self.last("stage") is not None
 
     @property
     def made(self) -> int:

@@ -100,7 +100,12 @@ class Recorder(Observer):
     # -- what lsgd tells ---------------------------------------------------------------------------------------
 
     def joined(self, worker: Any, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-        """Begin to look at the model and the optimizers."""
+        """Begin to look at the model and the optimizers; a script that joins again is judged by its first training."""
+        if self._worker is not None:
+            self._at_exit()
+            self.note("stage", where=here())
+            self._pid = 0  # it notes nothing more
+            return
         self._worker, self._model, self._optimizers = worker, model, optimizers
         self._weights = Weights(model)
         trained = [p for p in model.parameters() if p.requires_grad]

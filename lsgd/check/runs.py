@@ -132,6 +132,8 @@ class Watched:
             lives = self.lives()
             if condition(lives):
                 return True
+            if _train_again(lives):
+                return False
             if sum(len(life.moving) for life in lives) != seen:
                 moved_at, seen = time.monotonic(), sum(len(life.moving) for life in lives)
             if time.monotonic() - moved_at > self._script.patience_s:
@@ -191,11 +193,12 @@ class Watched:
     def finish(self) -> Run:
         """Wait for the end of the run, unless its scripts go on after it, and return its facts."""
         goes_on = self.until(lambda lives: any(after_end(life) >= STEPS_AFTER_END for life in lives))
-        if goes_on:
-            self.end()
         lives, status = self.lives(), self._process.poll()
+        again = status is None and _train_again(lives)
+        if goes_on or again:
+            self.end()
         logs = {path.stem: tail(path) for path in sorted(self._run.glob("*.log"))} | {"launcher": tail(self._log)}
-        ended = None if goes_on or self._waits else status
+        ended = None if goes_on or self._waits else 0 if again else status
         run = Run(self._name, self._workers, lives, ended, self._stopped, self._killed, self._waits, logs, self._own)
         return run
 
@@ -208,6 +211,12 @@ class Watched:
             deadline_s = time.monotonic() + (1.0 if number == signal.SIGINT else END_WITHIN_S)
             while self._process.poll() is None and time.monotonic() < deadline_s:
                 time.sleep(POLL_S)
+
+
+def _train_again(lives: Sequence[Life]) -> bool:
+    """Whether all workers have ended their first training, and some go on to another."""
+    last = {life.worker: life for life in lives}.values()
+    return any(life.goes_on for life in last) and all(life.goes_on or life.last("exit") for life in last)
 
 
 def _all_have(lives: Sequence[Life], workers: int, steps: int) -> bool:

@@ -18,7 +18,7 @@ from rich.live import Live
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.built import described
-from lsgd.cli import check, options, quickstart, runs, up, watching
+from lsgd.cli import check, options, quickstart, runs, stacks, up, watching
 from lsgd.cli.options import Commands, Main, first_steps
 from lsgd.errors import JoinError
 from lsgd.node import gpus, storing
@@ -489,5 +489,6 @@ for command in (
     up.up_command,
     up.peers_command,
     up.door_command,
+    stacks.stacks_command,
 ):
     main.add_command(command)

@@ -20,7 +20,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from lsgd import run_folder
+from lsgd import run_folder, stacks
 from lsgd.errors import ConfigError, RunOverError
 from lsgd.node import storing
 from lsgd.node.commands import LaunchSettings, log_of, worker_commands
@@ -106,6 +106,7 @@ def _launch(settings: LaunchSettings, network: str, environ: dict[str, str], hel
     serving = _shared_servers(settings, network, access, environ) if place.node == 0 else None
     known = run_folder.known(settings.run_dir, place.node) if place.node else []
     with claimed(settings.run_dir, place.node, network):
+        stacks.listen("launcher", settings.run_dir)
         if place.node == 0 and not settings.continues:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
                 old.unlink()

@@ -25,6 +25,7 @@ MORE: Mapping[str, Collection[int]] = {
     "batchnorm": {6},
     "best_of": {1},
     "closure": {6},
+    "folds": {1, 7},
     "ema_put_back": {6},
     "gan": ALL,
     "own_loop": ALL,

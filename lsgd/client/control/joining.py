@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import torch
 from torch import nn
 
+from lsgd import stacks
 from lsgd.client.control.channel import Channel, Message
 from lsgd.client.control.closing import set_exit_codes
 from lsgd.client.control.identity import (
@@ -149,13 +150,14 @@ def find_server(island: Island, identity: Identity | None, timeout_s: float) -> 
     A server that is there and does not answer, because it or its machine is busy, is waited for up to ``timeout_s``.
     All processes of an island call this. The head connects, the others go through it. Raises as ``Worker.join``.
     """
+    own = identity or identify()
+    stacks.listen(f"worker{own.index}" + (f", process {island.rank}" if island.size > 1 else ""), own.run_dir)
     with contextlib.ExitStack() as opened:
         servers, channel = None, None
 
         def find() -> tuple[Identity, WorkerHelloReply]:
             nonlocal servers, channel
-            found = identity or identify()
-            found = replace(found, stage=_been_in[found.place] + 1)
+            found = replace(own, stage=_been_in[own.place] + 1)
             servers, channel = _connect(found, opened, alone=identity is None and is_alone(os.environ))
             island.connect(channel)
             return found, _hello(channel, found, timeout_s)
