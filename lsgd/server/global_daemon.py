@@ -80,6 +80,10 @@ PROGRESS_WORKERS = 1000
 """With more workers than this, it says so less often, in proportion."""
 
 
+SETTLES_S = 30.0
+"""For how long from its start refused connections are a detail; who has a wrong key says so itself, and goes on."""
+
+
 @dataclass
 class _Node:
     peer: bytes
@@ -180,7 +184,7 @@ class GlobalDaemon:
         self._progress_at = self._ticked_at = self._guarded_at = self._gave_way_at = 0.0
         self._begun_from = (self._state.changes, self._state.ledger.count)
         self._memory = daemon.Memory() if watches_memory else None
-        self._refusals = daemon.Refusals()
+        self._refusals, self._guarded_at = daemon.Refusals(), 0.0
         self._farewell: _Farewell | None = None
         self.exit_code: int | None = None
 
@@ -254,8 +258,9 @@ class GlobalDaemon:
         """Forget who is gone and report who was refused; drop all connections if memory fills."""
         self._routes = {who: peer for who, peer in self._routes.items() if self._state.roster.find(*who)}
         self._readers = {peer: read for peer, read in self._readers.items() if now - read[0] < FOLLOWS_FOR_S}
-        for refusal in self._refusals.report(self._listener, now):
-            complain(refusal)
+        self._guarded_at = self._guarded_at or now
+        for refusal in self._refusals.report(self._listener, now):  # nodes that look for their server try several keys
+            (say if now - self._guarded_at < SETTLES_S else complain)(refusal)
         if self._memory is None or not self._memory.overgrown():
             return
         complain(
