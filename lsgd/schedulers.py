@@ -2,8 +2,8 @@
 
 A torch scheduler counts its own calls of ``step()``, so after a restart it begins at 0, whatever the worker's place is.
 Nothing lists the schedulers of an optimizer, so the script names them (``Worker.follow``, ``Worker.attend``). What is
-seen of the others is the entry ``initial_lr`` in the optimizer's parameter groups, which each scheduler that counts
-leaves there, and the rates.
+seen of the others is that torch's wrap the optimizer's ``step``, to see that it is called before theirs, and the rates.
+A schedule of another library may keep ``initial_lr`` in the parameter groups, too, but be told its place by the script.
 """
 
 import copy
@@ -288,7 +288,7 @@ class Schedulers:
 
     def _is_untold(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether it has a scheduler that counts, and that nobody has told of."""
-        return optimizer not in self._known() and any("initial_lr" in group for group in optimizer.param_groups)
+        return optimizer not in self._known() and hasattr(optimizer.step, "_wrapped_by_lr_sched")
 
 
 def relative_rates(optimizer: torch.optim.Optimizer) -> list[float]:

@@ -1,7 +1,7 @@
 """Forty programs: ``python -m benchmarks.programs [--only NAME ...] [--list]``.
 
 Small programs in the shape of those that people run, with the real libraries (benchmarks/programs/scripts). Each runs
-alone, without lsgd's lines; with two workers that make half of its steps each; and through ``lsgd check``. All run in
+alone, without lsgd's lines, and with two workers that make half of its steps each, through ``lsgd check``. All run in
 an environment of their own, which the first call makes in .programs/ from requirements.txt, one after the other, on
 data that packages ship or that the program makes. Nothing is downloaded while they run.
 
@@ -12,6 +12,7 @@ of its packages is not run again. At the end the table in docs/guides/programs.m
 import argparse
 import itertools
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -41,7 +42,8 @@ def run(options: argparse.Namespace, chosen: Sequence[Program], python: str) -> 
     failed, commit = 0, _commit()
     rows = read(options.json)
     for program, part in itertools.product(chosen, options.parts):
-        if program.says("Unable") or (part == "check" and starts_itself(program)):
+        left_out = starts_itself(program) if part == "check" else part == "two" and not program.says("Launch")
+        if program.says("Unable") or left_out:
             continue
         found = versions(python, ["torch", *program.needs])
         key = {"program": program.name, "part": part, "script": program.digest, "versions": found}
@@ -105,6 +107,7 @@ def main() -> int:
         for each in chosen:
             print(f"{each.name:28} {each.title}")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started ends, too
     failed = run(options, chosen, options.python or make())
     if options.json == RESULTS:
         write(read(RESULTS))

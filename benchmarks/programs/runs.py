@@ -1,4 +1,4 @@
-"""Runs a program: alone, with two workers, and through ``lsgd check``."""
+"""Runs a program: alone, and with two workers, as ``lsgd check`` does or by ``lsgd launch`` with options of its own."""
 
 import csv
 import json
@@ -18,9 +18,6 @@ from benchmarks.testbed.launch import RunFailedError
 
 WORKERS = 2
 PLAN: Mapping[str, str] = {"LSGD_ALGORITHM": "local", "LSGD_PERIOD": "4"}
-CHECKED_STEPS = 40
-"""Steps of each worker in a check; a program that has more makes fewer there."""
-
 ALL = "1,2,3,4,5,6,7,8,9"
 DEADLINE_S = 600.0
 SHOWN_LINES = 40
@@ -38,7 +35,10 @@ def alone(program: Program, python: str, folder: Path) -> dict[str, Any]:
 
 
 def two(program: Program, python: str, folder: Path) -> dict[str, Any]:
-    """Run it with two workers that make half of the steps each; return its figure, and the bytes of a round."""
+    """Run it with two workers that make half of the steps each; return its figure, and the bytes of a round.
+
+    For programs with options of the launch, which a check does not have.
+    """
     launch = [python, "-m", "lsgd.client", "launch", "--plain", "--workers", str(WORKERS), "--device", "cpu"]
     launch += ["--run-dir", str(folder / "run"), "--log-to", "csv", *shlex.split(program.says("Launch")), "--"]
     began = time.monotonic()
@@ -63,17 +63,19 @@ def _arguments(program: Program, workers: int) -> list[str]:
 
 
 def check(program: Program, python: str, folder: Path, points: str = ALL) -> dict[str, Any]:
-    """Return what ``lsgd check`` says of each of these points."""
+    """Return what ``lsgd check`` says of each of these points; and, as :func:`two`, of its run with two workers."""
     found = folder / "check.json"
-    steps = min(CHECKED_STEPS, program.steps // WORKERS)
-    command = [python, "-m", "lsgd.client", "check", "--device", "cpu", "--json", str(found), "--keep", "--steps"]
+    steps = str(program.steps // WORKERS)
+    command = [python, "-m", "lsgd.client", "check", "--device", "cpu", "--json", str(found), "--keep"]
+    command += ["--steps", steps, "--only", points, "--", python, str(program.path), steps]
     began = time.monotonic()
-    arguments = [str(CHECKED_STEPS), "--only", points, "--", python, str(program.path), str(steps)]
-    said = _run([*command, *arguments], folder, variables(program) | {"TMPDIR": str(folder)}, 2 * DEADLINE_S, (0, 1))
+    said = _run(command, folder, variables(program) | {"TMPDIR": str(folder)}, 2 * DEADLINE_S, (0, 1))
+    seconds = round(time.monotonic() - began, 1)
     (folder / "check.txt").write_text(said, encoding="utf-8")
     judged = json.loads(found.read_text())
     return {
-        "seconds": round(time.monotonic() - began, 1),
+        "seconds": seconds,
+        **({} if program.says("Launch") else _straight(program, folder)),
         "points": {str(each["point"]): each["status"] for each in judged},
         "unjudged": {str(each["point"]): each["unjudged"] for each in judged if each["status"] == "unjudged"},
         "findings": [
@@ -82,6 +84,18 @@ def check(program: Program, python: str, folder: Path, points: str = ALL) -> dic
             for finding in each["findings"]
         ],
     }
+
+
+def _straight(program: Program, folder: Path) -> dict[str, Any]:
+    """Return what the run with two workers has left that a check has kept."""
+    (kept,) = folder.glob("lsgd-check-*/straight/check")
+    said = "\n".join(path.read_text(errors="replace") for path in sorted((kept / "run").glob("*.log")))
+    result = json.loads((kept / "run" / "result.json").read_text())
+    lives = [[json.loads(line) for line in path.read_text().splitlines()] for path in kept.glob("facts-*/*.jsonl")]
+    ends = [fact["timings"]["sent_nbytes"] for facts in lives for fact in facts if fact["kind"] == "exit"]
+    sent = sum(ends) / WORKERS / result["rounds_global"] if result["rounds_global"] else None
+    rounds = {"round_nbytes": sent, "rounds": result["rounds_global"]}
+    return {"figure": figure(program, said), "iterations": result["iterations"], **rounds}
 
 
 PARTS: Mapping[str, Callable[..., dict[str, Any]]] = {"alone": alone, "two": two, "check": check}

@@ -39,7 +39,8 @@ def _cells(program: Program, parts: Mapping[str, Row]) -> list[str]:
     if program.says("Unable"):
         return [link, f"{program.title}. {program.says('Unable')}", *[""] * 7]
     current = {name: row for name, row in parts.items() if row["script"] == program.digest}
-    alone, two = current.get("alone"), current.get("two")
+    alone, checked = current.get("alone"), current.get("check")
+    two = current.get("two") or checked
     versions: Mapping[str, str] = next(iter(current.values()), {"versions": {}})["versions"]
     return [
         link,
@@ -48,7 +49,7 @@ def _cells(program: Program, parts: Mapping[str, Row]) -> list[str]:
         program.says("Figure", "held-out loss"),
         *(f"{row['figure']:.4g}" if row else "" for row in (alone, two)),
         nbytes(two["round_nbytes"]) if two and two["round_nbytes"] is not None else "",
-        _checked(current.get("check")),
+        _checked(checked),
         ", ".join(f"{name} {version}" for name, version in versions.items() if name != "torch"),
     ]
 

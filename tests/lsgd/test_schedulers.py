@@ -318,6 +318,15 @@ def test_a_scheduler_that_nobody_tells_of_is_said_once(caplog) -> None:
         Bench(plain).all.add(scheduler, None)
 
 
+def test_a_schedule_that_the_script_tells_its_place_is_no_scheduler_that_counts(caplog) -> None:
+    """As timm's, which keeps the base rate in the same entry of the parameter groups."""
+    one = optimizer()
+    for group in one.param_groups:
+        group["initial_lr"] = group["lr"]
+    Bench(one).all.look(loop(LOOK_AFTER), LOOK_AFTER)
+    assert not caplog.records
+
+
 def test_wrappers_of_schedulers_and_optimizers_are_seen_through() -> None:
     one = optimizer()
     scheduler = SimpleNamespace(scheduler=KINDS["cosine"](one))

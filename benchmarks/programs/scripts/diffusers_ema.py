@@ -1,7 +1,7 @@
 """diffusers: a UNet that learns to remove noise, by accelerate, with an EMA of the weights that is what is saved.
 
 Needs: diffusers accelerate
-Steps: 80
+Steps: 40
 """
 
 import sys

@@ -1,6 +1,6 @@
 """L-BFGS with a closure that it evaluates several times a step, on large batches.
 
-Steps: 60
+Steps: 40
 """
 
 import sys

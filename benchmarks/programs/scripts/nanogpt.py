@@ -1,6 +1,6 @@
 """A flat script like nanoGPT's train.py: torch.compile, accumulation, its own schedule, evaluation and saves.
 
-Steps: 120
+Steps: 80
 """
 
 import math

@@ -1,7 +1,7 @@
 """pytorch-forecasting: a Temporal Fusion Transformer on generated series, by Lightning.
 
 Needs: pytorch-forecasting lightning
-Steps: 60
+Steps: 40
 """
 
 import sys
