@@ -18,7 +18,7 @@ from rich.live import Live
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.built import described
-from lsgd.cli import check, options, quickstart, runs, stacks, up, watching
+from lsgd.cli import check, options, quickstart, replay, runs, stacks, up, watching
 from lsgd.cli.options import Commands, Main, first_steps
 from lsgd.errors import JoinError
 from lsgd.node import gpus, storing
@@ -347,6 +347,21 @@ def runs_command(folder: Path, as_json: bool) -> None:
         click.echo("\n".join(runs.view(found, max(80, shutil.get_terminal_size().columns))))
     else:
         click.echo(f"there are no runs in {folder}; name the folder: lsgd runs FOLDER", err=True)
+
+
+@main.command("replay", short_help="Show what a run's server decided last, and why.")
+@click.argument("run", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.option("--last", type=click.IntRange(1), default=200, show_default=True, help="How many lines.")
+@click.option("--worker", default="", help="Only what concerns this worker, such as node0/worker1.")
+def replay_command(run: Path, last: int, worker: str) -> None:
+    """Decide again on what the server of the run in the folder RUN heard last, and show the decisions.
+
+    Each has its time, what was said, what was noted with its code, the answers, and what the run waits for. The server
+    keeps the last 16 MB of what it hears in inputs.bin and inputs-before.bin, which lead to the same decisions again.
+    A bug report needs these two files. They hold names, addresses and settings, but no keys.
+    """
+    for line in replay.lines(run, last, worker):
+        click.echo(line)
 
 
 def _pairs(context: click.Context, parameter: click.Parameter, changes: tuple[str, ...]) -> dict[str, str]:

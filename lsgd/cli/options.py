@@ -66,7 +66,8 @@ runs = _completion(lambda: sorted((str(path) for path in Path("runs").glob("*/")
 
 SECTIONS = {
     "Train": ("quickstart", "check", "up", "launch"),
-    "Watch and steer": ("status", "runs", "peers", "dashboard", "report", "log", "metrics", "set", "stop", "stacks"),
+    "Watch and steer": ("status", "runs", "peers", "dashboard", "report", "log", "metrics", "set", "stop"),
+    "Find a fault": ("stacks", "replay"),
     "Prepare": ("doctor", "estimate", "keygen", "algorithms", "config", "completion"),
 }
 """The commands by purpose; all others are listed under Other."""

@@ -48,6 +48,7 @@ from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, MOVED, TICK_S, Ending, complain, say, tell
 from lsgd.server.held import HeldCopy
+from lsgd.server.inputs import Inputs, Kind
 from lsgd.server.journal import Journal, capture, restore, taken_over
 from lsgd.server.reasons import ROUTINE, Why
 from lsgd.server.report import Record, progress, report
@@ -145,7 +146,8 @@ class GlobalDaemon:
     A frame from a local server is a worker's message. Pairs of frames go back: the name of the worker's socket at the
     local server, empty for the local server itself, and the answer.
 
-    ``standbys`` get copies of what the journal gets; None: nobody does. ``watches_memory``: it drops all connections if
+    ``standbys`` get copies of what the journal gets; None: nobody does. ``inputs``: keeps what it decides on.
+    ``watches_memory``: it drops all connections if
     the process grows too much; not in a script's own process.
 
     Attributes:
@@ -160,6 +162,7 @@ class GlobalDaemon:
         record: Record | None = None,
         *,
         standbys: Standbys | None = None,
+        inputs: Inputs | None = None,
         watches_memory: bool = True,
     ) -> None:
         self.coordinator = coordinator
@@ -168,6 +171,7 @@ class GlobalDaemon:
         self._journal = journal
         self._record = record
         self._standbys = standbys
+        self._inputs = inputs or Inputs(None)
         self._set: dict[str, str] = {}  # settings that operators have changed
         self._rendezvous = Rendezvous()
         self._is_open = not (self._state.moved and standbys)  # nobody follows who takes over before its own node does
@@ -216,9 +220,10 @@ class GlobalDaemon:
             return
         self._receive(now)
         if got and not self._state.stopping:
-            self._act(self.coordinator.handle(StopRun(f"the global server got {got}"), now))
+            self._handle(StopRun(f"the global server got {got}"), now)
         if now - self._ticked_at >= TICK_S:
-            self._act(self.coordinator.tick(now))
+            self._tick(now)
+            self._inputs.flush()
             self._ticked_at = now
         if now - self._guarded_at >= GUARD_EVERY_S:
             self._guard(now)
@@ -310,7 +315,7 @@ class GlobalDaemon:
     def _take(self, peer: bytes, frame: bytes, now: float) -> None:
         try:
             message = decode(frame)
-            self._dispatch(peer, message, now)
+            self._dispatch(peer, message, now, frame)
         except VersionError as error:
             node = peer.decode(errors="replace").partition("#")[0]
             reason = (
@@ -323,7 +328,7 @@ class GlobalDaemon:
         except ProtocolError as error:
             self._complain_of(peer, str(error))
 
-    def _dispatch(self, peer: bytes, message: Message, now: float) -> None:
+    def _dispatch(self, peer: bytes, message: Message, now: float, frame: bytes) -> None:
         if self._listener.secured and (claimed := node_of(message)) and claimed != peer.partition(b"#")[0].decode():
             self._complain_of(peer, f"it speaks for {claimed}")
             return
@@ -334,7 +339,7 @@ class GlobalDaemon:
                 worker = _worker_socket(incarnation) if incarnation else b""
                 self._send(peer, worker, self._status(now))
             case StopRun():
-                self._act(self.coordinator.handle(message, now))
+                self._handle(message, now, frame)
                 self._send(peer, b"", self._status(now))
             case EventsQuery(_, after):
                 events = self._stream.after(after)
@@ -345,10 +350,11 @@ class GlobalDaemon:
             case NodeLeave(node, incarnation):
                 known = self._nodes.get(node)
                 if known is None or known.hello.incarnation == incarnation:  # none: this server was restarted
-                    self._act(self.coordinator.handle(message, now))
+                    self._handle(message, now, frame)
                     self._nodes.pop(node, None)
                     self._send(peer, b"", Left())
             case Meet():
+                self._inputs.add(self._state, Kind.MEET, now, frame)
                 self._act(self.coordinator.meet(message, now))
                 self._send(peer, b"", self._welcome(now))
             case Copy():
@@ -359,7 +365,7 @@ class GlobalDaemon:
                 self._routes[message.worker, message.incarnation] = peer
                 if isinstance(message, Join) and self._nodes.get(message.node) is None:
                     return  # its local server will say hello first; the worker asks again
-                self._act(self.coordinator.handle(message, now))
+                self._handle(message, now, frame)
                 if isinstance(message, Leave):
                     self._send_worker(message.worker, message.incarnation, Left())
                     self._routes.pop((message.worker, message.incarnation), None)
@@ -392,6 +398,7 @@ class GlobalDaemon:
         self._state = state
         if self._set:
             self.coordinator.change(self._set)
+        self._inputs.begins_anew()
         self._say(f"continues from a newer copy: {state.ledger.count} iterations")
 
     def _complain_of(self, peer: bytes, why: str) -> None:
@@ -404,13 +411,14 @@ class GlobalDaemon:
         if self._state.stopping:
             self._send(peer, b"", Refused(f"the run is ending, so its settings stay: {self._state.stopping}"))
             return
+        self._inputs.add(self._state, Kind.CHANGE, self._state.now, dict(changes))
         try:
             self.coordinator.change(changes)
         except ConfigError as error:
             self._send(peer, b"", Refused(str(error)))
             return
         self._set |= changes
-        self._act(self.coordinator.tick(now))
+        self._tick(now)
         self._send(peer, b"", self._status(now))
 
     def _status(self, now: float) -> Status:
@@ -445,7 +453,7 @@ class GlobalDaemon:
                 self._send(peer, b"", RunOver(f"stage {hello.stage} of the run is over", len(self._nodes) or 1))
             elif hello.node in self._nodes and not hello.looks:  # it has gone on, so it has left this one
                 self._nodes.pop(hello.node)
-                self._act(self.coordinator.handle(NodeLeave(hello.node, hello.incarnation, "the next stage"), now))
+                self._handle(NodeLeave(hello.node, hello.incarnation, "the next stage"), now)
             return
         if not self._is_open and hello.node != self._state.terms[-1].node:
             self._early.add(peer)
@@ -463,7 +471,7 @@ class GlobalDaemon:
             if not same:
                 self._note(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
             self._nodes[hello.node] = _Node(peer, hello, now)
-            self._act(self.coordinator.handle(hello, now))
+            self._handle(hello, now)
             if self._standbys is not None:
                 self._standbys.greet(peer, hello, now)
             self._send(peer, b"", self._welcome(now))
@@ -496,6 +504,15 @@ class GlobalDaemon:
                 self._send_worker(worker, incarnation, awaited)
         elif value := self._rendezvous.get(message):
             self._send_worker(message.worker, message.incarnation, value)
+
+    def _handle(self, message: Upward | NodeHello | NodeLeave | StopRun, now: float, frame: bytes = b"") -> None:
+        """Let the coordinator decide on a message; ``frame``: as it came, if it did."""
+        self._inputs.add(self._state, Kind.HANDLE, now, frame or encode(message))
+        self._act(self.coordinator.handle(message, now))
+
+    def _tick(self, now: float) -> None:
+        self._inputs.add(self._state, Kind.TICK, now)
+        self._act(self.coordinator.tick(now))
 
     def _act(self, decision: Decision) -> None:
         generation = self._state.roster.generation

@@ -18,6 +18,7 @@ from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener, new_key_pair, wait_for
 
 from ..integration.running import until
+from ..speed import scaled
 
 FLOOD = 3000
 WITHOUT_KEY = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -106,7 +107,7 @@ def test_reports_that_nobody_takes_do_not_block_the_socket(listener, link) -> No
     once = exchange(listener, link)
     until(once, "the peer is in")
     strangers = flood(listener, FLOOD)
-    strangers.join(60)
+    strangers.join(scaled(60))
     assert not strangers.is_alive()
     until(once, "the peer is served")
 

@@ -17,6 +17,7 @@ from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading
 from lsgd.server.daemon import CRASHED, MOVED
 
+from ..speed import scaled
 from .simulated_node import World, after, all_of, forever, killed, leaver, server, stubborn, worker
 
 
@@ -409,7 +410,7 @@ def test_a_worker_that_is_started_again_goes_on_from_its_checkpoint(tmp_path: Pa
         for again in (False, True):
             started = Command(name, command, {}, tmp_path / f"{name}{again}.log", checkpoints=checkpoints)
             process = Process(started, 0, again, screen=screen, reading=reading)
-            process._process.wait(20)
+            process._process.wait(scaled(20))
     reading.close()
     screen.close()
     logs = {path.stem: path.read_text().strip() for path in tmp_path.glob("*.log")}

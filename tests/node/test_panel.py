@@ -22,6 +22,7 @@ from lsgd.watch.reader import Batch
 from lsgd.watch.view import RunView
 
 from ..integration.running import LIGHT, until
+from ..speed import scaled
 from .test_launch import TRAIN
 
 ROWS, COLUMNS = 24, 80
@@ -54,7 +55,7 @@ class Terminal:
     def close(self) -> None:
         """Close it, and wait for what was written last."""
         os.close(self.writing)
-        self._thread.join(10)
+        self._thread.join(scaled(10))
         assert not self._thread.is_alive()
 
     def lines(self) -> list[str]:
@@ -204,7 +205,7 @@ def test_a_run_on_a_terminal_shows_its_workers_and_ctrl_c_leaves_the_terminal_as
         until(lambda: re.search(r"node0/worker1 +trains", terminal.written), "the panel shows the second worker", 90)
         until(lambda: re.search(r"\d/s", terminal.written), "the panel shows a rate")
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(scaled(60)) == 0
     finally:
         process.kill()
         process.wait()
