@@ -15,6 +15,7 @@ from lsgd.client.control.identity import Identity
 from lsgd.client.control.solo import Solo, is_alone
 from lsgd.errors import ConfigError
 
+from ..speed import scaled
 from .running import LIGHT, holders, until
 
 TRAIN = """
@@ -73,7 +74,7 @@ class Script:
 
     def ends(self) -> int:
         """Return the exit code, when there is one and nothing is left."""
-        code = self.process.wait(60)
+        code = self.process.wait(scaled(60))
         until(lambda: not self.left() and not os.listdir(self.folder / "tmp"), "nothing is left")
         return code
 
