@@ -1,6 +1,7 @@
 """Strangers at the door of a listener: many of them, and what they can do to those who are in."""
 
 import contextlib
+import math
 import resource
 import socket
 import threading
@@ -90,6 +91,16 @@ def test_thousands_of_refused_connections_do_not_disturb_who_is_in(listener, lin
     said = exchanges
     until(lambda: over() and exchanges > said, "the peer is served after them")
     assert f"{FLOOD} connections refused: " in "".join(listener.refusals())
+
+
+def test_who_only_knocks_is_not_refused(listener, link) -> None:
+    """As a node does that looks whether the host of a silent server answers."""
+    until(exchange(listener, link), "the peer is in")
+    for _ in range(3):
+        socket.create_connection(place(listener), timeout=5).close()
+    monitor = listener._monitor
+    until(lambda: listener._monitor.look(math.inf) or monitor.hung_up == 3, "the knocks are over")
+    assert list(listener.refusals()) == []
 
 
 def test_reports_that_nobody_takes_do_not_block_the_socket(listener, link) -> None:
