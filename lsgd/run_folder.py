@@ -26,6 +26,9 @@ CHECKPOINTS = "checkpoints"
 JOURNAL = "journal.sqlite"
 """Journal of the global server, in the run folder of its node."""
 
+INPUTS = ("inputs.bin", "inputs-before.bin")
+"""The last inputs of the run's coordinator, the newer ones first: see :mod:`lsgd.server.inputs`."""
+
 METRICS, RESULT, CURVE, CURVES = "metrics.jsonl", "result.json", "curve.png", "curves.csv"
 """What a run leaves in its folder: its rounds and its end (the global server writes both), a picture, and curves."""
 

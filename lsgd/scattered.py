@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -163,6 +163,21 @@ class Scattered(Tensor):
         copy = torch.empty(self.stop - self.start, dtype=dtype or self.dtype, device=device or self.device)
         _copy(copy, self)
         return copy
+
+
+def in_rows(x: Tensor, *others: Tensor, writes: bool) -> Iterator[tuple[Tensor, ...]]:
+    """Yield parts of a vector beside the same parts of rows, so that one is in the cache for several operations.
+
+    On a GPU, where each operation costs a call, and of a plain tensor, the whole is one part. With ``writes`` the parts
+    of ``x`` may be changed, and are in its dtype and on its device.
+    """
+    if not isinstance(x, Scattered) or x.device.type != "cpu":
+        yield (x, *others)
+        return
+    lent = x.memory.lend(x.start, x.stop, alike=writes)
+    yield from zip(lent.rows, *map(lent.beside, others), strict=True)
+    if writes and lent.rows:
+        lent.written()
 
 
 def _is_row(x: Any, vector: Scattered) -> bool:

@@ -186,6 +186,7 @@ def test_servers_import_no_torch():
         "lsgd.protocol.messages",
         "lsgd.algorithms",
         "lsgd.codecs",
+        "lsgd.client.iteration.grants",
     ],
 )
 def test_modules_that_load_no_torch(module):

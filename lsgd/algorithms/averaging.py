@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lsgd.algorithms.base import Flat, zero_unless
+from lsgd.algorithms.base import Flat, copy_all, copy_judged, zero_unless
 from lsgd.lazy import Tensor
 
 log = logging.getLogger(__name__)
@@ -15,11 +15,20 @@ def empty_sums(parameters: Flat) -> list[Tensor]:
     return [x.new_empty(x.numel() + 1) for x in parameters]
 
 
-def contribute(parameters: Flat, sums: Flat, finite: Tensor) -> None:
-    """Write this worker's model to ``sums``; if it is not ``finite``, zeros with a one in the last element."""
-    for x, total in zip(parameters, sums, strict=True):
-        zero_unless(finite, total[:-1].copy_(x))
+def contribute(parameters: Flat, sums: Flat, finite: Tensor | None) -> Tensor:
+    """Write this worker's model to ``sums``; if it is not ``finite``, zeros with a one in the last element.
+
+    Returns whether it is finite; with None it is looked at in the same pass.
+    """
+    copies = [total[:-1] for total in sums]
+    if finite is None:
+        finite = copy_judged(copies, parameters)
+    else:
+        copy_all(copies, parameters)
+    for copy, total in zip(copies, sums, strict=True):
+        zero_unless(finite, copy)
         total[-1:].copy_(~finite)
+    return finite
 
 
 def divide(sums: Flat, models: int) -> Tensor:

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from lsgd.codecs.base import on_host
 from lsgd.collectives.group import Group
-from lsgd.lazy import Tensor, no_grad, torch
+from lsgd.lazy import Lazy, Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings
+
+if TYPE_CHECKING:
+    from lsgd import scattered
+else:
+    scattered = Lazy("lsgd.scattered")
 
 Flat: TypeAlias = "Sequence[Tensor]"
 """All parameters (or gradients) of a model: one contiguous one-dimensional tensor per dtype and device."""
@@ -193,6 +198,27 @@ def finiteness(tensors: Iterable[Tensor]) -> Tensor:
     """Return whether no element is NaN or infinite, on the device (one pass, no temporary; minima propagate NaN)."""
     found = [torch.stack(x.aminmax()).isfinite().all() for x in tensors if x.numel()]
     return torch.stack([x.to(found[0].device) for x in found]).all() if found else torch.tensor(True, device="cpu")
+
+
+def copy_judged(targets: Flat, sources: Flat) -> Tensor:
+    """Copy each source to its target, and return in the same pass what :func:`finiteness` says of them."""
+    found = []
+    for target, source in zip(targets, sources, strict=True):
+        extremes = list[Tensor]()
+        for x, out in scattered.in_rows(source, target, writes=False):
+            out.copy_(x)
+            extremes += out.aminmax() if out.numel() else ()
+        found += [torch.stack(extremes).isfinite().all()] if extremes else []
+    return torch.stack([x.to(found[0].device) for x in found]).all() if found else torch.tensor(True, device="cpu")
+
+
+def pull(parameters: Flat, towards: Sequence[tuple[Flat, float]]) -> None:
+    """``x ← x + strength (z - x)`` for each z and its strength, one after the other in one pass."""
+    models, strengths = [model for model, strength in towards if strength], [s for _, s in towards if s]
+    for x, *zs in zip(parameters, *models, strict=True) if models else ():
+        for part, *others in scattered.in_rows(x, *zs, writes=True):
+            for z, strength in zip(others, strengths, strict=True):
+                part.lerp_(z, strength)
 
 
 def all_finite(tensors: Flat) -> bool:

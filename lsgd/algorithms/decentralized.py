@@ -86,8 +86,7 @@ class DecentralizedSGD(Delayed):
         """Begin the exchange."""
         if not parameters:
             return None
-        finite = self.is_finite(parameters)
-        contribute(parameters, self._sums, finite)
+        finite = contribute(parameters, self._sums, self.finite)
         averaged: Tensor | bool = False
 
         def exchange() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from lsgd.algorithms.base import Commit, Flat, clones, copy_all, empties, finiteness
+from lsgd.algorithms.base import Commit, Flat, clones, copy_all, empties, finiteness, pull
 from lsgd.algorithms.common import Periodic, block, codec, delay, period
 from lsgd.algorithms.delayed import Delayed
 from lsgd.codecs import Codec, codec_of
@@ -176,9 +176,10 @@ class LeaderSGD(Delayed):
     def after_step(self, parameters: Flat) -> Commit | None:
         """Apply the proximal terms, and land the models sent ``delay`` steps ago."""
         settings = self.settings
-        _pull(parameters, self.global_leader, settings.proximal_global / settings.period)
+        towards = [(self.global_leader, settings.proximal_global / settings.period)]
         if self._local is not None:
-            _pull(parameters, self.local_leader, settings.proximal_local / settings.local_period)
+            towards.append((self.local_leader, settings.proximal_local / settings.local_period))
+        pull(parameters, towards)
         return super().after_step(parameters)
 
     def _land_models(self, order: Round, finite: Tensor | None, parameters: Flat) -> Commit:
@@ -198,7 +199,7 @@ class LeaderSGD(Delayed):
         """Replace the copies by the models that arrived, unless they are broken, and pull toward them."""
         self.replaced = bool(own_broken)
         if self._local is not None and self._local.land(f"round {order.id}: the node's leader", not local_broken):
-            _pull(parameters, self.local_leader, self.settings.pull_local)
+            pull(parameters, [(self.local_leader, self.settings.pull_local)])
         if order.scope != "global":
             return
         landed = self._global.land(f"round {order.id}: the global leader", not global_broken)
@@ -206,7 +207,7 @@ class LeaderSGD(Delayed):
             log.warning("round %d: this worker's model is not finite and is replaced by the leader's", order.id)
             copy_all(parameters, self.global_leader)
         elif landed:
-            _pull(parameters, self.global_leader, self.settings.pull_global)
+            pull(parameters, [(self.global_leader, self.settings.pull_global)])
 
     def shared_state(self) -> list[Tensor]:
         """Return the global leader's model."""
@@ -267,11 +268,3 @@ class _LeaderCopy:
             log.warning("%s has a model that is not finite; everyone keeps the previous one", whose)
         self._arriving, self._payloads = [], []
         return finite
-
-
-def _pull(parameters: Flat, leader: Flat, strength: float) -> None:
-    """``x ← x + strength (leader - x)``."""
-    if not strength:
-        return
-    for x, z in zip(parameters, leader, strict=True):
-        x.lerp_(z, strength)

@@ -18,7 +18,7 @@ from rich.live import Live
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.built import described
-from lsgd.cli import check, options, quickstart, runs, stacks, up, watching
+from lsgd.cli import check, options, quickstart, replay, runs, stacks, up, watching
 from lsgd.cli.options import Commands, Main, first_steps
 from lsgd.errors import JoinError
 from lsgd.node import gpus, storing
@@ -27,6 +27,7 @@ from lsgd.node.launch import launch
 from lsgd.node.place import Place, find_place
 from lsgd.output import show_any_text
 from lsgd.plan import plan
+from lsgd.plan.estimate import number_of
 from lsgd.plan.options import plan_options
 from lsgd.protocol.keys import ALLOWED, OPERATOR, KeyRing, default_folder, node_name, token_path
 from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
@@ -152,6 +153,7 @@ def _in_words(devices: int, processes: int) -> str:
     help="Also serve the run's page on node 0 (like lsgd dashboard, to this machine only).",
 )
 @click.option("--plain", is_flag=True, help=PLAIN_HELP)
+@click.option("--verbose", is_flag=True, envvar="LSGD_VERBOSE", help=options.VERBOSE_HELP)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, shell_complete=options.files)
 def launch_command(
     node: int | None,
@@ -172,6 +174,7 @@ def launch_command(
     log_to: tuple[str, ...],
     dashboard: int | None,
     plain: bool,
+    verbose: bool,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND as each worker of this node, and the servers that they need.
@@ -235,6 +238,7 @@ def launch_command(
         log_to=log_to,
         dashboard=dashboard,
         plain=plain,
+        verbose=verbose,
         processes=processes_per_worker,
         torchrun=torchrun,
         store=store,
@@ -345,6 +349,21 @@ def runs_command(folder: Path, as_json: bool) -> None:
         click.echo(f"there are no runs in {folder}; name the folder: lsgd runs FOLDER", err=True)
 
 
+@main.command("replay", short_help="Show what a run's server decided last, and why.")
+@click.argument("run", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.option("--last", type=click.IntRange(1), default=200, show_default=True, help="How many lines.")
+@click.option("--worker", default="", help="Only what concerns this worker, such as node0/worker1.")
+def replay_command(run: Path, last: int, worker: str) -> None:
+    """Decide again on what the server of the run in the folder RUN heard last, and show the decisions.
+
+    Each has its time, what was said, what was noted with its code, the answers, and what the run waits for. The server
+    keeps the last 16 MB of what it hears in inputs.bin and inputs-before.bin, which lead to the same decisions again.
+    A bug report needs these two files. They hold names, addresses and settings, but no keys.
+    """
+    for line in replay.lines(run, last, worker):
+        click.echo(line)
+
+
 def _pairs(context: click.Context, parameter: click.Parameter, changes: tuple[str, ...]) -> dict[str, str]:
     if not changes:
         raise click.UsageError("say which setting gets which value: lsgd set period=16")
@@ -378,10 +397,10 @@ def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
 @main.command("doctor", short_help="Check this machine, and the network to others.")
 @options.place
 @click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True)
-@click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of your model.")
+@click.option("--parameters", default="25M", show_default=True, help="Of your model: 100M.")
 @click.option("--step-ms", type=options.Number(0.001), default=100.0, show_default=True, help="Time of one iteration.")
 def doctor_command(
-    node: int | None, nodes: int | None, address: str | None, port: int, parameters: int, step_ms: float
+    node: int | None, nodes: int | None, address: str | None, port: int, parameters: str, step_ms: float
 ) -> None:
     """Check this machine. With --nodes and --address, started on each node, also check the network between them.
 
@@ -389,11 +408,12 @@ def doctor_command(
     link and a small all-reduce. It prints the measured bandwidth and the period that this suggests. Exit code 1: a
     check failed.
     """
+    size = number_of(parameters)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs too much about host names
     from lsgd.cli.doctor import Doctor  # imports torch
 
     place = find_place(node, nodes, address, os.environ)
-    sys.exit(Doctor(place, port, click.echo).examine(parameters, step_ms))
+    sys.exit(Doctor(place, port, click.echo).examine(size, step_ms))
 
 
 @main.command("keygen", short_help="Make keys, and a token for each node.")

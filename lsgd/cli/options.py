@@ -29,6 +29,9 @@ class Number(click.FloatRange):
         return number if math.isfinite(number) else self.fail(f"{value} is not finite.", param, ctx)
 
 
+VERBOSE_HELP = "Show every line of the logs: rounds, generations, checkpoints, who joins."
+
+
 SHELLS = {
     "bash": 'eval "$(lsgd completion bash)"          # in ~/.bashrc',
     "zsh": 'eval "$(lsgd completion zsh)"           # in ~/.zshrc, after compinit',
@@ -63,7 +66,8 @@ runs = _completion(lambda: sorted((str(path) for path in Path("runs").glob("*/")
 
 SECTIONS = {
     "Train": ("quickstart", "check", "up", "launch"),
-    "Watch and steer": ("status", "runs", "peers", "dashboard", "report", "log", "metrics", "set", "stop", "stacks"),
+    "Watch and steer": ("status", "runs", "peers", "dashboard", "report", "log", "metrics", "set", "stop"),
+    "Find a fault": ("stacks", "replay"),
     "Prepare": ("doctor", "estimate", "keygen", "algorithms", "config", "completion"),
 }
 """The commands by purpose; all others are listed under Other."""

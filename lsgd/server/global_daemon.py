@@ -46,10 +46,11 @@ from lsgd.run_folder import stage_of
 from lsgd.server import daemon, endings
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, MOVED, TICK_S, Ending, complain, say
+from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, MOVED, TICK_S, Ending, complain, say, tell
 from lsgd.server.held import HeldCopy
+from lsgd.server.inputs import Inputs, Kind
 from lsgd.server.journal import Journal, capture, restore, taken_over
-from lsgd.server.reasons import Why
+from lsgd.server.reasons import ROUTINE, Why
 from lsgd.server.report import Record, progress, report
 from lsgd.server.standbys import Standbys
 from lsgd.server.state import Decision
@@ -78,6 +79,10 @@ PROGRESS_EVERY_S = 1.0
 
 PROGRESS_WORKERS = 1000
 """With more workers than this, it says so less often, in proportion."""
+
+
+SETTLES_S = 30.0
+"""For how long from its start refused connections are a detail; who has a wrong key says so itself, and goes on."""
 
 
 @dataclass
@@ -141,7 +146,8 @@ class GlobalDaemon:
     A frame from a local server is a worker's message. Pairs of frames go back: the name of the worker's socket at the
     local server, empty for the local server itself, and the answer.
 
-    ``standbys`` get copies of what the journal gets; None: nobody does. ``watches_memory``: it drops all connections if
+    ``standbys`` get copies of what the journal gets; None: nobody does. ``inputs``: keeps what it decides on.
+    ``watches_memory``: it drops all connections if
     the process grows too much; not in a script's own process.
 
     Attributes:
@@ -156,6 +162,7 @@ class GlobalDaemon:
         record: Record | None = None,
         *,
         standbys: Standbys | None = None,
+        inputs: Inputs | None = None,
         watches_memory: bool = True,
     ) -> None:
         self.coordinator = coordinator
@@ -164,6 +171,7 @@ class GlobalDaemon:
         self._journal = journal
         self._record = record
         self._standbys = standbys
+        self._inputs = inputs or Inputs(None)
         self._set: dict[str, str] = {}  # settings that operators have changed
         self._rendezvous = Rendezvous()
         self._is_open = not (self._state.moved and standbys)  # nobody follows who takes over before its own node does
@@ -180,7 +188,7 @@ class GlobalDaemon:
         self._progress_at = self._ticked_at = self._guarded_at = self._gave_way_at = 0.0
         self._begun_from = (self._state.changes, self._state.ledger.count)
         self._memory = daemon.Memory() if watches_memory else None
-        self._refusals = daemon.Refusals()
+        self._refusals, self._guarded_at = daemon.Refusals(), 0.0
         self._farewell: _Farewell | None = None
         self.exit_code: int | None = None
 
@@ -212,9 +220,10 @@ class GlobalDaemon:
             return
         self._receive(now)
         if got and not self._state.stopping:
-            self._act(self.coordinator.handle(StopRun(f"the global server got {got}"), now))
+            self._handle(StopRun(f"the global server got {got}"), now)
         if now - self._ticked_at >= TICK_S:
-            self._act(self.coordinator.tick(now))
+            self._tick(now)
+            self._inputs.flush()
             self._ticked_at = now
         if now - self._guarded_at >= GUARD_EVERY_S:
             self._guard(now)
@@ -254,8 +263,9 @@ class GlobalDaemon:
         """Forget who is gone and report who was refused; drop all connections if memory fills."""
         self._routes = {who: peer for who, peer in self._routes.items() if self._state.roster.find(*who)}
         self._readers = {peer: read for peer, read in self._readers.items() if now - read[0] < FOLLOWS_FOR_S}
-        for refusal in self._refusals.report(self._listener, now):
-            complain(refusal)
+        self._guarded_at = self._guarded_at or now
+        for refusal in self._refusals.report(self._listener, now):  # nodes that look for their server try several keys
+            (say if now - self._guarded_at < SETTLES_S else complain)(refusal)
         if self._memory is None or not self._memory.overgrown():
             return
         complain(
@@ -305,7 +315,7 @@ class GlobalDaemon:
     def _take(self, peer: bytes, frame: bytes, now: float) -> None:
         try:
             message = decode(frame)
-            self._dispatch(peer, message, now)
+            self._dispatch(peer, message, now, frame)
         except VersionError as error:
             node = peer.decode(errors="replace").partition("#")[0]
             reason = (
@@ -318,7 +328,7 @@ class GlobalDaemon:
         except ProtocolError as error:
             self._complain_of(peer, str(error))
 
-    def _dispatch(self, peer: bytes, message: Message, now: float) -> None:
+    def _dispatch(self, peer: bytes, message: Message, now: float, frame: bytes) -> None:
         if self._listener.secured and (claimed := node_of(message)) and claimed != peer.partition(b"#")[0].decode():
             self._complain_of(peer, f"it speaks for {claimed}")
             return
@@ -329,7 +339,7 @@ class GlobalDaemon:
                 worker = _worker_socket(incarnation) if incarnation else b""
                 self._send(peer, worker, self._status(now))
             case StopRun():
-                self._act(self.coordinator.handle(message, now))
+                self._handle(message, now, frame)
                 self._send(peer, b"", self._status(now))
             case EventsQuery(_, after):
                 events = self._stream.after(after)
@@ -340,10 +350,11 @@ class GlobalDaemon:
             case NodeLeave(node, incarnation):
                 known = self._nodes.get(node)
                 if known is None or known.hello.incarnation == incarnation:  # none: this server was restarted
-                    self._act(self.coordinator.handle(message, now))
+                    self._handle(message, now, frame)
                     self._nodes.pop(node, None)
                     self._send(peer, b"", Left())
             case Meet():
+                self._inputs.add(self._state, Kind.MEET, now, frame)
                 self._act(self.coordinator.meet(message, now))
                 self._send(peer, b"", self._welcome(now))
             case Copy():
@@ -354,7 +365,7 @@ class GlobalDaemon:
                 self._routes[message.worker, message.incarnation] = peer
                 if isinstance(message, Join) and self._nodes.get(message.node) is None:
                     return  # its local server will say hello first; the worker asks again
-                self._act(self.coordinator.handle(message, now))
+                self._handle(message, now, frame)
                 if isinstance(message, Leave):
                     self._send_worker(message.worker, message.incarnation, Left())
                     self._routes.pop((message.worker, message.incarnation), None)
@@ -387,6 +398,7 @@ class GlobalDaemon:
         self._state = state
         if self._set:
             self.coordinator.change(self._set)
+        self._inputs.begins_anew()
         self._say(f"continues from a newer copy: {state.ledger.count} iterations")
 
     def _complain_of(self, peer: bytes, why: str) -> None:
@@ -399,13 +411,14 @@ class GlobalDaemon:
         if self._state.stopping:
             self._send(peer, b"", Refused(f"the run is ending, so its settings stay: {self._state.stopping}"))
             return
+        self._inputs.add(self._state, Kind.CHANGE, self._state.now, dict(changes))
         try:
             self.coordinator.change(changes)
         except ConfigError as error:
             self._send(peer, b"", Refused(str(error)))
             return
         self._set |= changes
-        self._act(self.coordinator.tick(now))
+        self._tick(now)
         self._send(peer, b"", self._status(now))
 
     def _status(self, now: float) -> Status:
@@ -426,6 +439,11 @@ class GlobalDaemon:
 
     def _say(self, words: str) -> None:
         """Print a line that does not come from the coordinator."""
+        tell(words)
+        self._happened.append(Note("", words))
+
+    def _note(self, words: str) -> None:
+        """Print a detail that does not come from the coordinator."""
         say(words)
         self._happened.append(Note("", words))
 
@@ -435,7 +453,7 @@ class GlobalDaemon:
                 self._send(peer, b"", RunOver(f"stage {hello.stage} of the run is over", len(self._nodes) or 1))
             elif hello.node in self._nodes and not hello.looks:  # it has gone on, so it has left this one
                 self._nodes.pop(hello.node)
-                self._act(self.coordinator.handle(NodeLeave(hello.node, hello.incarnation, "the next stage"), now))
+                self._handle(NodeLeave(hello.node, hello.incarnation, "the next stage"), now)
             return
         if not self._is_open and hello.node != self._state.terms[-1].node:
             self._early.add(peer)
@@ -451,9 +469,9 @@ class GlobalDaemon:
         same = known is not None and known.hello.incarnation == hello.incarnation
         if known is None or same or now - known.heard_at > NODE_LEASE_S:
             if not same:
-                self._say(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
+                self._note(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
             self._nodes[hello.node] = _Node(peer, hello, now)
-            self._act(self.coordinator.handle(hello, now))
+            self._handle(hello, now)
             if self._standbys is not None:
                 self._standbys.greet(peer, hello, now)
             self._send(peer, b"", self._welcome(now))
@@ -487,15 +505,26 @@ class GlobalDaemon:
         elif value := self._rendezvous.get(message):
             self._send_worker(message.worker, message.incarnation, value)
 
+    def _handle(self, message: Upward | NodeHello | NodeLeave | StopRun, now: float, frame: bytes = b"") -> None:
+        """Let the coordinator decide on a message; ``frame``: as it came, if it did."""
+        self._inputs.add(self._state, Kind.HANDLE, now, frame or encode(message))
+        self._act(self.coordinator.handle(message, now))
+
+    def _tick(self, now: float) -> None:
+        self._inputs.add(self._state, Kind.TICK, now)
+        self._act(self.coordinator.tick(now))
+
     def _act(self, decision: Decision) -> None:
         generation = self._state.roster.generation
         self._happened += decision.happened
         for note in decision.notes:
-            say(note)
             begins = note.code == Why.GENERATION.code and not self._state.ledger.count  # not where it has resumed
+            is_routine = not ROUTINE.isdisjoint((note.code, note.code.partition(".")[0])) and not begins
+            is_routine |= note.code == "leaves.left" and bool(self._state.stopping)
+            (say if is_routine else tell)(note)
             if begins and generation is not None and generation.number == 1:
                 for line in forecast(self._state.plan, len(generation.indices)):
-                    self._say(line)
+                    (self._say if "type " in line else self._note)(line)
         for worker, incarnation, message in decision.answers:
             self._send_worker(worker, incarnation, message)
 

@@ -1,6 +1,7 @@
 """Serves a run as its global server, in this process."""
 
 import errno
+from contextlib import closing
 from pathlib import Path
 
 from lsgd import __version__
@@ -12,8 +13,9 @@ from lsgd.protocol.keys import KeyRing, is_local
 from lsgd.protocol.messages import Place
 from lsgd.protocol.sockets import Listener
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.daemon import Ending, complain, say
+from lsgd.server.daemon import Ending, complain, say, tell
 from lsgd.server.global_daemon import GlobalDaemon
+from lsgd.server.inputs import Inputs
 from lsgd.server.journal import Journal, begin
 from lsgd.server.reasons import number_of
 from lsgd.server.report import Record
@@ -73,7 +75,8 @@ def serve_global(
         if state.plan.run.failover == "auto":
             own = Place(state.terms[-1].node, listener.address, keys.public if keys else b"")
             standbys = Standbys(own, keys.listed if keys else None)
-        return GlobalDaemon(coordinator, listener, journal, record, standbys=standbys).run(ending)
+        with closing(Inputs(results)) as inputs:
+            return GlobalDaemon(coordinator, listener, journal, record, standbys=standbys, inputs=inputs).run(ending)
 
 
 def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) -> None:
@@ -94,7 +97,7 @@ def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) ->
     )
     if not plan.run.has_end:
         where = "" if launched else f" --connect {address}{trusts}"
-        say(
+        tell(
             f"the plan has no end (neither iterations nor seconds): scripts of lsgd.wrap end the run with their own "
             f"loops; end others with: lsgd stop{where}, or give them an end: lsgd set{where} iterations=N (of all "
             f"workers together)"

@@ -109,3 +109,98 @@ def test_after_a_stop_the_next_stage_does_not_begin(start) -> None:
     assert "stage 3 of the run does not begin: the run is over: " in output
     result = json.loads((node.run_dir / "result.json").read_text())
     assert (stage_of(result["run"]), result["state"]) == (2, "stopped")
+
+
+TRAINERS = {
+    "transformers": """
+from transformers import Trainer, TrainingArguments
+from lsgd.integrations.transformers import LsgdCallback
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x, labels=None):
+        return {"loss": (self.layer(x).squeeze(-1) - labels).square().mean()}
+
+rows = [{"x": x, "labels": x.sum()} for x in data]
+callback = LsgdCallback()
+
+def train():
+    model = Model()
+    options = {"max_steps": 6, "per_device_train_batch_size": 4, "save_strategy": "no", "report_to": []}
+    arguments = TrainingArguments(str(here / "out"), disable_tqdm=True, use_cpu=True, **options)
+    trainer = Trainer(model, arguments, train_dataset=rows, callbacks=[callback])
+    trainer.train()
+    return model.layer, trainer.state.global_step
+""",
+    "lightning": """
+import lightning.pytorch as lightning
+from lsgd.integrations.lightning import LsgdCallback
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        return (self.layer(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+def train():
+    module = Module()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = lightning.Trainer(max_steps=6, accelerator="cpu", callbacks=[LsgdCallback()], **quiet)
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4, shuffle=True))
+    return module.layer, trainer.global_step
+""",
+    "accelerate": """
+from accelerate import Accelerator
+from lsgd.integrations.accelerate import LsgdLoop
+
+accelerator = Accelerator(cpu=True)
+
+def train():
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    with LsgdLoop(accelerator, model, optimizer, loader) as lsgd:
+        for batch in lsgd.batches():
+            loss = (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if lsgd.worker.iterations == 5:
+                break
+    return model, lsgd.worker.iterations
+""",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", list(TRAINERS))
+def test_a_trainer_trains_again(start, library) -> None:
+    pytest.importorskip(library)
+    before = "import json, os, torch\nfrom pathlib import Path\n\nhere = Path(os.environ['LSGD_RUN_DIR'])\n"
+    before += "data = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))\n"
+    after = """
+for fold in (1, 2):
+    layer, steps = train()
+    about = {"weights": layer.weight.flatten().tolist(), "steps": steps}
+    with (here / f"folds-{os.environ['LSGD_RANK']}.jsonl").open("a") as file:
+        file.write(json.dumps(about) + "\\n")
+"""
+    draws = {"DRAWS": "1"} if library == "lightning" else {}  # it imports matplotlib
+    script = before + TRAINERS[library] + after
+    node = start("--node", "0", "--port", "0", script=script, LSGD_ALGORITHM="local", **draws)
+    status, output = node.finish()
+    assert status == 0, output
+    one, two = folds(node, 0), folds(node, 1)
+    assert [each["weights"] for each in one] == [each["weights"] for each in two]
+    assert [each["steps"] for each in one] == [each["steps"] for each in two] == [6, 6]
+    assert one[0]["weights"] != one[1]["weights"]
+    assert [stage_of(run) for run in runs(node.run_dir / "checkpoints")] == [2, 1]

@@ -1,6 +1,6 @@
 """A machine of a run in virtual time: a real :class:`Node` and :class:`LocalServer`, and the processes it starts.
 
-Its global servers are :class:`GlobalDaemon`, its workers are played (:class:`SimulatedWorker`). Instead of tensors, a
+Its global servers are :class:`GlobalDaemon`, its workers are :class:`SimulatedWorker`. Instead of tensors, a
 model is how many iterations of whom it has learned from.
 """
 
@@ -15,26 +15,20 @@ from signal import SIGKILL, Signals
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from lsgd.errors import ConfigError, EvictedError, JoinError, ServerLostError
+from lsgd.errors import ConfigError, JoinError, RunOverError, ServerLostError
 from lsgd.node.allegiance import State
 from lsgd.node.elsewhere import Elsewhere, Link
 from lsgd.node.local_server import LocalServer
 from lsgd.node.node import Node
 from lsgd.node.process import Command, Role, Running
 from lsgd.protocol.messages import (
-    Evicted,
-    GivenUp,
     Go,
-    Over,
     Place,
-    Refused,
     Stop,
     Term,
     Upward,
-    Waiting,
-    Welcome,
-    decode,
     encode,
+    kind_of,
 )
 from lsgd.protocol.sockets import Connector, Listener
 from lsgd.server.coordinator import Coordinator
@@ -47,7 +41,7 @@ from lsgd.server.state import Decision, RunState
 from .failover_network import MemoryKnock, MemoryLink, ServerListener, WorkerListener
 from .helpers import check_invariants
 from .served_run import MemoryJournal
-from .simulated_run import SimulatedWorker
+from .simulated_worker import SimulatedWorker
 
 if TYPE_CHECKING:
     from .failover_run import World
@@ -166,7 +160,6 @@ class Host:
         self.by_incarnation: dict[int, Worker] = {}
         self._later: list[Callable[[], None]] = []  # what happens when it thaws
         self.plan, self.random, self.faults = world.plan, world.random, world.faults
-        self.let_go: set[Any] = set()
         self.steps = 0
 
     @property
@@ -183,6 +176,10 @@ class Host:
     def claims(self) -> bool:
         """Whether it takes over."""
         return self.local.allegiance.state is State.CLAIMING
+
+    @property
+    def now(self) -> float:
+        return self.world.now
 
     # -- what workers see --------------------------------------------------------------------------------------
 
@@ -360,40 +357,19 @@ class Worker(SimulatedWorker):
     """
 
     def __init__(self, host: Host, index: int, incarnation: int) -> None:
-        self.host, self.of_run, self.index = host, "", index
+        self.host, self.index = host, index
         self.model: Counter[int] = Counter()
         self.term: Term | None = None
         self.code: int | None = None
         self.ended_at = math.inf
-        self._heard_at = host.world.now
         super().__init__(cast(Any, host), host.index, index, incarnation, 0.5)
         host.world.names[incarnation] = self.name
 
-    def hears(self, frame: bytes, terms: tuple[Term, ...]) -> None:
+    def hears(self, frame: bytes, terms: tuple[Term, ...] = ()) -> None:
         """Take what the local server sent while it followed a server with these terms."""
-        message: Any = decode(frame)
-        if self.state == "gone":
-            return
-        if isinstance(message, Evicted) and self.of_run not in ("", message.run):
-            return  # a server has begun another run
-        if not (isinstance(message, Waiting) and message.away):
-            self._heard_at = self.host.world.now
-        match message:
-            case Welcome(run):
-                self.of_run = run
-            case Evicted():
-                self.end(EvictedError.exit_code)
-                return
-            case Go() | Stop():
-                self._check_term(terms)
-            case GivenUp():
-                self.end(ServerLostError.exit_code)
-            case Refused(reason):
-                self.host.says(f"{self.name} is refused: {reason}")
-                self.end(JoinError.exit_code)
-            case Over():
-                self.end()
-        self.receive(message)
+        if self.state != "gone" and kind_of(frame) in (Go, Stop):
+            self._check_term(terms)
+        super().hears(frame)
 
     def _check_term(self, terms: tuple[Term, ...]) -> None:
         """A process trains along one lineage of terms only."""
@@ -401,17 +377,15 @@ class Worker(SimulatedWorker):
             raise BrokenError(f"{self.name} trained in {self.term}, and gets answers in {terms}")
         self.term = terms[-1]
 
-    def beat(self) -> None:
-        if self.host.world.now - self._heard_at > self.host.plan.run.server_timeout_s:
-            self.end(ServerLostError.exit_code)
-        super().beat()
+    def has_stepped(self) -> None:
+        self.model[self.incarnation] += 1
 
-    def step(self) -> None:
-        if self.state == "training":
-            self.model[self.incarnation] += 1
-        super().step()
+    def fails(self, error: JoinError | ServerLostError) -> None:
+        if not isinstance(error, RunOverError):
+            self.host.says(f"{self.name}: {error}")
+            self.code = error.exit_code
 
     def end(self, code: int = 0) -> None:
-        if self.code is None:
-            self.code, self.ended_at = code, self.host.world.now
+        if self.ended_at == math.inf:
+            self.code, self.ended_at = self.code or code, self.host.world.now
         super().end()

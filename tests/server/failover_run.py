@@ -105,6 +105,11 @@ class World:
     def happens(self, probability: float) -> bool:
         return probability > 0 and self.random.random() < probability
 
+    def close(self) -> None:
+        """End what is left of its processes."""
+        for worker in self.workers:
+            worker.end()
+
     # -- network -----------------------------------------------------------------------------------------------
 
     def reaches(self, one: Host, other: Host) -> bool:

@@ -12,6 +12,7 @@ and no worker.
 """
 
 import argparse
+import logging
 import random
 import sys
 import time
@@ -119,13 +120,19 @@ def _cut(world: World, pairs: list[tuple[int, int]], lasts_s: float) -> None:
 
 def search(seed: int) -> tuple[World, Counter[str]]:
     """Make a run with random faults, by the seed, to its end; raise what it breaks."""
-    rng = random.Random(seed ^ 0x5EED)
     world = world_of(seed)
-    struck: Counter[str] = Counter()
+    try:
+        return world, _search(world, seed)
+    finally:
+        world.close()
+
+
+def _search(world: World, seed: int) -> Counter[str]:
+    rng, struck = random.Random(seed ^ 0x5EED), Counter[str]()
     world.until(lambda: all(worker.committed for worker in world.workers), 120.0)
     if seed % 8 == 7:
         _waver(world, rng, struck)
-        return world, struck
+        return struck
     faults, ends = rng.randint(1, 6), rng.choice(("healed", "healed", "by plan", "by signal"))
     for number in range(faults):
         world.passes(rng.choice((0.3, 1.5, 4.0, 7.0, 12.0, 25.0)))
@@ -138,7 +145,7 @@ def search(seed: int) -> tuple[World, Counter[str]]:
     struck[ends] += 1
     if ends == "healed":
         world.finish()
-        return world, struck
+        return struck
     world.passes(rng.uniform(0.0, 20.0))
     stopped = None
     if ends == "by signal" and not world.is_over:
@@ -149,7 +156,7 @@ def search(seed: int) -> tuple[World, Counter[str]]:
     if stopped is not None:
         _stop_other_parts(world, stopped)
     world.ends()
-    return world, struck
+    return struck
 
 
 def _signal(host: Host) -> None:
@@ -195,6 +202,7 @@ def _will_end(world: World, rng: random.Random, iterations: int) -> None:
 def quiet(run: Callable[[], int]) -> int:
     """Run without lines of the servers, which print in this thread."""
     daemon.silence()
+    logging.getLogger("lsgd").setLevel(logging.CRITICAL)
     return run()
 
 

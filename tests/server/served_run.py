@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from lsgd.plan.plan import Plan
-from lsgd.protocol.messages import PROTOCOL, Evicted, Go, NodeHello, Stop, Upward, decode, encode
+from lsgd.protocol.messages import PROTOCOL, Go, NodeHello, Stop, Upward, decode, encode
 from lsgd.protocol.sockets import Listener
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import TICK_S
@@ -123,13 +123,10 @@ class ServedRun(SimulatedRun):
         target = next((w for w in self.workers if w.incarnation == incarnation), None)
         if target is None or target.state == "gone" or target.join.node in self.cut:
             return
-        if isinstance(message, Evicted):
-            target.refused = message.reason
-            self.transmit(target.end, downward=True)
-            return
         if isinstance(message, Go | Stop) and message.round is not None:  # whole again, as the client's is
             message = replace(message, round=self.rounds[message.round.id])
-        self.transmit(lambda: target.receive(message), downward=True)
+        whole = encode(message)
+        self.transmit(lambda: target.hears(whole), downward=True)
 
     def _keep(self) -> None:
         """The server itself keeps its journal."""

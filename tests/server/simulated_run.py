@@ -1,4 +1,4 @@
-"""Whole runs in virtual time: workers that behave like the real client, over a network that does not behave."""
+"""Whole runs in virtual time: real requests and connections of workers, over a network that does not behave."""
 
 import functools
 import heapq
@@ -14,26 +14,15 @@ from typing import Any
 from lsgd.plan.plan import Plan
 from lsgd.protocol import wants
 from lsgd.protocol.messages import (
-    Completed,
     Downward,
-    Failed,
-    GenerationOver,
     Go,
-    Heartbeat,
     Leave,
     Left,
-    Met,
-    Over,
-    Pause,
-    Paused,
-    Recall,
-    Refused,
     Request,
     Round,
     Stop,
     Upward,
-    Waiting,
-    Welcome,
+    encode,
 )
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.journal import capture, restore
@@ -41,11 +30,9 @@ from lsgd.server.next_step import waits_for
 from lsgd.server.reasons import Reason
 from lsgd.server.state import Decision, RunState
 
-from .helpers import check_invariants, greeting
+from .helpers import check_invariants
+from .simulated_worker import SimulatedWorker
 
-RESEND_S = 1.0
-HEARTBEAT_S = 1.0
-LEAVE_WITHIN_S = 3.0
 SLOW_S = (8.0, 20.0, 120.0)
 MOST_DOWN_S = 1.0
 LEAST_UP_S = 2.0
@@ -81,238 +68,8 @@ class Exchange:
 
     round: Round
     expected: set[str]
-    arrived: dict[str, "SimulatedWorker"] = field(default_factory=dict)
+    arrived: dict[str, SimulatedWorker] = field(default_factory=dict)
     completed: set[str] = field(default_factory=set)
-
-
-class SimulatedWorker:
-    """The client's side of the protocol, one at a time in virtual time."""
-
-    def __init__(self, run: "SimulatedRun", node: int, index: int, incarnation: int, step_s: float) -> None:
-        self.run = run
-        self.join = greeting(node, index, incarnation)
-        self.name, self.incarnation, self.step_s = self.join.worker, incarnation, step_s
-        self.slow = run.faults.slow
-        self.seq = self.done = self.committed = 0
-        self.state = "joining"  # waiting, exchanging, training, paused, leaving, gone
-        self.dropped = 0
-        self.left = 0  # granted, beyond the iteration it is about
-        self.last_grant = 0
-        self.ahead: int | None = None  # number of the request for more
-        self.granted_ahead: Go | None = None
-        self.recalled = False
-        self.last = self.finished = False
-        self.began = 0  # its place in its own loop of run.own_steps iterations
-        self.met: list[Met] = []
-        self.meets, self.value = False, 0.0  # whether it is in a call with others, and its number there
-        self.over: set[int] = set()
-        self.current: Go | Stop | None = None
-        self.pending: Upward | None = None
-        self.stopped_with: Round | None = None
-        self.reported_leave = False
-        self.refused = ""
-        self.ask(self.join)
-        self.beat()
-
-    def say(self, message: Upward) -> None:
-        self.run.upward(self, message)
-
-    def ask(self, message: Upward) -> None:
-        """Say it now and again every second until something else is asked."""
-        self.pending = message
-        self._resend(message)
-
-    def _resend(self, message: Upward) -> None:
-        if self.pending is message and self.state != "gone":
-            self.say(message)
-            self.run.after(RESEND_S, lambda: self._resend(message))
-
-    def beat(self) -> None:
-        if self.state != "gone":
-            self.say(Heartbeat(self.name, self.incarnation))
-            self.run.after(HEARTBEAT_S, self.beat)
-
-    def request(self) -> None:
-        self.state = "waiting"
-        loss = self.run.random.choice([None, float("nan"), self.run.random.random(), float("inf")])
-        progress = (self.done, self.committed, self.dropped)
-        want: wants.Want = wants.End() if self.finished else wants.Round() if self.last else wants.STEP
-        if self.meets:
-            want = wants.Call(len(self.met) + 1, {"value": self.value})
-        self.ask(Request(self.name, self.incarnation, self.seq, *progress, loss, want, self.run.own_steps))
-
-    def next_request(self) -> None:
-        """Go on with what was granted ahead, or ask."""
-        if (go := self.granted_ahead) is not None:
-            self.seq, self.left, self.last_grant = go.seq, self.left + go.iterations, go.iterations
-            self.ahead = self.granted_ahead = None
-        if self.recalled:
-            self.give_back_ahead()
-        if self.left:
-            self.left -= 1
-            self.begin_step()
-            return
-        self.seq, self.ahead = self.seq + 1, None
-        self.request()
-
-    def ask_ahead(self) -> None:
-        most = self.run.plan.run.lookahead
-        lockstep = self.run.state.course.schedule.lockstep
-        if most and self.left <= self.last_grant // 2 and self.ahead is None and not lockstep:
-            self.ahead = self.seq + 1
-            self.say(Request(self.name, self.incarnation, self.ahead, self.done, self.committed, 0, None, wants.More()))
-
-    def give_back_ahead(self) -> None:
-        self.left, self.recalled, self.granted_ahead = 0, False, None
-        if self.ahead is not None:
-            self.run.let_go.add((self.name, self.incarnation, self.ahead))
-            self.seq, self.ahead = self.ahead, None
-
-    def receive(self, message: Downward) -> None:
-        if self.state == "gone":
-            return
-        match message:
-            case Refused(reason) | Over(reason):
-                self.refused = reason
-                self.end()
-            case Welcome() if self.state == "joining":
-                self.state, self.pending, self.began = "training", None, message.step
-                self.run.after(self.run.random.random(), self.next_request)
-            case GenerationOver(number, _):
-                self.over.add(number)
-                if self.state == "exchanging" and self.round.generation.number == number:
-                    self.drop()
-            case Go() | Stop() if self.state == "waiting" and message.seq == self.seq:
-                self.take(message)
-            case Go() if message.seq == self.ahead:
-                self.granted_ahead = message
-            case Recall():
-                self.recalled = True
-            case Met(number) if self.state == "waiting" and self.meets and number == len(self.met) + 1:
-                self.met.append(message)
-                self.meets, self.pending = False, None
-                self.next_request()
-            case Paused(seq) if self.state == "paused" and seq == self.seq:
-                self.pending = None
-            case Left() if self.state == "leaving":
-                self.end()
-            case Waiting():
-                assert message.reason
-
-    @property
-    def round(self) -> Round:
-        assert self.current is not None and self.current.round is not None
-        return self.current.round
-
-    def take(self, answer: Go | Stop) -> None:
-        if answer.round is not None and answer.round.id <= self.dropped:
-            return  # a late copy of the answer that was dropped
-        self.current, self.pending = answer, None
-        if answer.round is None:
-            self.after_round()
-            return
-        self.state = "exchanging"
-        if answer.round.generation.number in self.over:
-            self.drop()
-        else:
-            self.run.arrive(self)
-
-    def drop(self, broken: tuple[int, ...] = ()) -> None:
-        """The round failed here."""
-        if self.state == "exchanging":
-            self.dropped = self.round.id
-            self.say(Failed(self.name, self.incarnation, self.round.id, "a peer closed", broken))
-            self.request()
-
-    def commit(self) -> None:
-        if self.state == "exchanging":
-            self.committed = self.round.id
-            self.run.completed(self)
-            self.say(Completed(self.name, self.incarnation, self.round.id))
-            self.after_round()
-
-    def after_round(self) -> None:
-        if isinstance(self.current, Stop):
-            self.stopped_with = self.current.round
-            self.leave("stopped")
-            return
-        if self.meets:
-            self.meet()
-            return
-        if self.last and self.run.own_steps:
-            self.finished |= self.round.scope == "global"
-            self.ask_last()
-            return
-        if self.last and self.round.scope == "global":
-            self.leave("has made its last round")
-            return
-        if self.last:
-            self.ask_last()
-            return
-        self.last_grant = self.current.iterations
-        self.left = self.last_grant - 1
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        self.state = "training"
-        self.ask_ahead()
-        if self.run.happens(self.run.faults.unused_pause):
-            self.pause()
-        else:
-            self.run.after(self.run.slowness_s(self) + self.step_s * self.run.random.uniform(0.5, 1.5), self.step)
-
-    def step(self) -> None:
-        if self.state != "training":
-            return
-        self.done += 1
-        self.run.steps += 1
-        if self.run.own_steps and self.began + self.done >= self.run.own_steps:
-            self.ask_last()
-        elif self.run.meet_every and self.done % self.run.meet_every == 0:
-            self.value = self.run.random.random()
-            self.meet()
-        elif self.run.happens(self.run.faults.leave):
-            self.leave("has enough")
-        elif self.run.happens(self.run.faults.last):
-            self.ask_last()
-        elif self.run.happens(self.run.faults.crash):
-            self.end()
-        elif self.run.happens(self.run.faults.pause):
-            self.pause()
-        else:
-            self.next_request()
-
-    def ask_last(self) -> None:
-        self.give_back_ahead()
-        self.last = True
-        self.seq += 1
-        self.request()
-
-    def meet(self) -> None:
-        """Make a call together with the others, and take part in rounds until they have come."""
-        self.give_back_ahead()
-        self.meets = True
-        self.seq += 1
-        self.request()
-
-    def pause(self) -> None:
-        self.give_back_ahead()
-        self.state = "paused"
-        self.ask(Pause(self.name, self.incarnation, self.seq, self.done, self.committed))
-        self.run.after(self.run.random.uniform(0.1, 5.0), self._resume)
-
-    def _resume(self) -> None:
-        if self.state == "paused":
-            self.next_request()
-
-    def leave(self, reason: str) -> None:
-        self.give_back_ahead()
-        self.state = "leaving"
-        self.ask(Leave(self.name, self.incarnation, self.done, False, reason, self.committed))
-        self.run.after(LEAVE_WITHIN_S, self.end)
-
-    def end(self) -> None:
-        self.state, self.pending = "gone", None
 
 
 class SimulatedRun:
@@ -344,7 +101,7 @@ class SimulatedRun:
         self.failed: set[int] = set()
         self.answered: dict[tuple[str, int, int], list[Go | Stop]] = defaultdict(list)
         self.requests: set[tuple[str, int, int]] = set()
-        self.let_go: set[tuple[str, int, int]] = set()  # requests whose answer nobody waits for any more
+        self.held: set[tuple[str, int, int]] = set()  # those that are not ahead, and so are answered some day
         self.notes: list[Reason] = []
         self.clean_leaves: set[tuple[str, int]] = set()
         self.kills = self.stragglers = self.slow_steps = self.cuts = 0
@@ -401,7 +158,10 @@ class SimulatedRun:
 
     def upward(self, worker: SimulatedWorker, message: Upward) -> None:
         if isinstance(message, Request):
-            self.requests.add((message.worker, message.incarnation, message.seq))
+            key = (message.worker, message.incarnation, message.seq)
+            self.requests.add(key)
+            if not isinstance(message.wants, wants.More):
+                self.held.add(key)
         self.transmit(lambda: self._deliver(message), downward=False)
 
     def _deliver(self, message: Upward) -> None:
@@ -440,7 +200,8 @@ class SimulatedRun:
     def _send(self, worker: str, incarnation: int, message: Downward) -> None:
         target = self._by_identity[worker, incarnation]
         if target.state != "gone":
-            self.transmit(lambda: target.receive(message), downward=True)
+            frame = encode(message)
+            self.transmit(lambda: target.hears(frame), downward=True)
 
     # -- deaths of the global server ---------------------------------------------------------------------------
 
@@ -579,11 +340,15 @@ class SimulatedRun:
     def go(self, most_s: float = 3000.0) -> "SimulatedRun":
         """Run until the coordinator is over."""
         self._tick()
-        while not self.state.over:
-            assert self._events and self.now < most_s, self._story()
-            if not self._down and not self.state.roster.members and self.now > 40.0:
-                self.coordinator.stop("everybody has left")
-            self._step()
+        try:
+            while not self.state.over:
+                assert self._events and self.now < most_s, self._story()
+                if not self._down and not self.state.roster.members and self.now > 40.0:
+                    self.coordinator.stop("everybody has left")
+                self._step()
+        finally:
+            for worker in self.workers:
+                worker.end()
         return self
 
     def _step(self) -> None:

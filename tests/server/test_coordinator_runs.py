@@ -52,9 +52,9 @@ def test_clean_run_makes_exactly_its_iterations(
     assert sum(w.done for w in run.workers) == limit
     assert not run.failed
     assert {len(answers) for answers in run.answered.values()} == {1}
-    assert run.requests - run.let_go <= set(run.answered) <= run.requests
+    assert run.held <= set(run.answered) <= run.requests
     (final,) = {w.stopped_with.id for w in run.workers if w.stopped_with}
-    assert all(w.stopped_with is run.rounds[final] for w in run.workers)
+    assert all(w.stopped_with == run.rounds[final] for w in run.workers)
     assert run.rounds[final].final and len(run.rounds) == final
 
 

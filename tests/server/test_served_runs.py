@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lsgd.protocol.events import Note, decode_event
-from lsgd.protocol.messages import PROTOCOL, EventsQuery, Join, StopRun, Upward, encode
+from lsgd.protocol.messages import PROTOCOL, EventsQuery, Join, Pause, StopRun, Upward, encode
 from lsgd.server.global_daemon import FOLLOWS_FOR_S
 from lsgd.server.stream import Stream
 from lsgd.watch.view import RunView
@@ -154,15 +154,13 @@ def test_a_worker_that_computes_for_too_long_is_evicted_and_comes_back() -> None
     assert finish(run) == run.steps
 
 
-def test_a_pause_that_is_not_heard_costs_the_others_their_patience() -> None:
+def test_a_pause_that_is_not_heard_costs_the_others_their_patience(monkeypatch) -> None:
     run = begun([2], patience_s=1.0)
-    away = run.workers[1]
-    run.until(lambda: away.state == "training")
-    run.cut.add(0)
-    away.pause()
-    run.cut.clear()
-    away.pending = None  # the word was said once, into a link that was cut
+    away, upward = run.workers[1], run.upward
+    monkeypatch.setattr(run, "upward", lambda who, word: None if isinstance(word, Pause) else upward(who, word))
+    away.pauses = 1.0
     run.until(lambda: "evicted" in codes(run))
+    away.pauses = 0.0
     run.until(lambda: len(live(run)) == 2)
     run.trains(60)
     assert finish(run) == run.steps
