@@ -18,6 +18,18 @@ MAX_WAITING_NCHARS = 8 << 20
 _GONE = (errno.EPIPE, errno.EBADF, errno.ENXIO)
 
 
+DETAIL = "\x1f"
+"""Begins a line that `lsgd launch` writes to the log, and shows only with ``--verbose``."""
+
+MARKS_DETAILS = "LSGD_MARKS_DETAILS"
+"""Variable of the processes that `lsgd launch` starts: their details begin with :data:`DETAIL`."""
+
+
+def detail(text: str) -> str:
+    """Return a line of a healthy run, which nobody needs to see as long as all goes well."""
+    return f"{DETAIL}{text}" if os.environ.get(MARKS_DETAILS) else text
+
+
 def append(descriptor: int, data: bytes) -> None:
     """Append all of ``data`` to a file, or nothing and raise OSError: the disk is full, say."""
     length = os.fstat(descriptor).st_size

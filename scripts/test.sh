@@ -27,7 +27,8 @@ log=$(mktemp) failed=()
 trap 'rm -f "$log"' EXIT
 trap 'exit 130' INT
 
-# What decides for everybody is tested to the last branch, by tests that are cheap to trace.
+# What decides for everybody is tested to the last branch, by tests that are cheap to trace. Those that are not, and
+# reach no other branch, are marked no_cover.
 decides=(lsgd/server/{admission,answers,books,coordinator,course,data,endings,greetings,life,links,next_step,reasons,roster,scheduler,standbys,state,stream,succession,waits}.py
     lsgd/protocol/{messages,events,fields}.py lsgd/plan/plan.py lsgd/election.py lsgd/node/allegiance.py)
 traced=(tests/server/test_{announced,coordinator,data,holders,lacking,last_rounds,life,links,lookahead,meeting,member_states,memento,next_step,own_loops,pace,patience,rendezvous,report,resume,standbys,stream,succession,ways}.py
@@ -54,10 +55,16 @@ first() {
 }
 
 rest() {
+    # Each process collects only the files that may have tests for it: all of them take it 8 s. A test is slow by its
+    # mark, by the fixture cluster (tests/integration/conftest.py), or by its file (tests/needs.py).
+    local slow alone
+    mapfile -t slow < <({
+        grep -rlE --include='test_*.py' 'mark\.slow|\bcluster\b' tests
+        sed -n 's|^    "\(.*\.py\)": .*|tests/\1|p' tests/needs.py
+    } | sort -u)
     # Slow tests wait for half of their time.
-    check "slow tests" run_tests "${by_file[@]}" "--numprocesses=$((2 * cores))" "${traced[@]/#/--ignore=}" -m "slow and not (first or alone)" --durations=20
-    local alone
-    mapfile -t alone < <(grep -rl --include='*.py' 'pytest\.mark\.alone' tests) # collecting all tests takes each process 8 s
+    check "slow tests" run_tests "${slow[@]}" "${by_file[@]}" "--numprocesses=$((2 * cores))" -m "slow and not (first or alone)" --durations=20
+    mapfile -t alone < <(grep -rl --include='*.py' 'pytest\.mark\.alone' tests)
     check "tests alone" run_tests "${alone[@]}" "--numprocesses=$cores" --dist=load -m "alone and not first" --durations=10
 }
 

@@ -23,6 +23,9 @@ from .speed import MARGIN, SLOWNESS, scaled
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+# Tests read what details say; those of a quiet screen take the variable away.
+os.environ["LSGD_VERBOSE"] = "1"
+
 # The same examples every time: what a change breaks is seen with the change. "search" looks for others, and for more
 # (CONTRIBUTING.md), "few" is for a slow tool around the tests (benchmarks/gpu). No example has a deadline: a busy
 # machine is no failure.

@@ -237,7 +237,7 @@ def test_a_process_on_a_host_is_the_callers_child() -> None:
         process = testbed.hosts[0].popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, cwd=ROOT)
         assert process.stdout and process.stdout.readline() == f"{ROOT.parent}\n"
         process.terminate()
-        assert process.wait(10) == 7
+        assert process.wait(scaled(10)) == 7
         process.stdout.close()
         with pytest.raises(TestbedError, match=r"node0: ls /nowhere: .*No such file.* \(exit 2\)"):
             testbed.hosts[0].run(["ls", "/nowhere"])

@@ -27,6 +27,7 @@ from lsgd.node.launch import launch
 from lsgd.node.place import Place, find_place
 from lsgd.output import show_any_text
 from lsgd.plan import plan
+from lsgd.plan.estimate import number_of
 from lsgd.plan.options import plan_options
 from lsgd.protocol.keys import ALLOWED, OPERATOR, KeyRing, default_folder, node_name, token_path
 from lsgd.protocol.messages import ChangeSettings, StatusQuery, StopRun
@@ -152,6 +153,7 @@ def _in_words(devices: int, processes: int) -> str:
     help="Also serve the run's page on node 0 (like lsgd dashboard, to this machine only).",
 )
 @click.option("--plain", is_flag=True, help=PLAIN_HELP)
+@click.option("--verbose", is_flag=True, envvar="LSGD_VERBOSE", help=options.VERBOSE_HELP)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, shell_complete=options.files)
 def launch_command(
     node: int | None,
@@ -172,6 +174,7 @@ def launch_command(
     log_to: tuple[str, ...],
     dashboard: int | None,
     plain: bool,
+    verbose: bool,
     command: tuple[str, ...],
 ) -> None:
     """Run COMMAND as each worker of this node, and the servers that they need.
@@ -235,6 +238,7 @@ def launch_command(
         log_to=log_to,
         dashboard=dashboard,
         plain=plain,
+        verbose=verbose,
         processes=processes_per_worker,
         torchrun=torchrun,
         store=store,
@@ -393,10 +397,10 @@ def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
 @main.command("doctor", short_help="Check this machine, and the network to others.")
 @options.place
 @click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True)
-@click.option("--parameters", type=click.IntRange(1), default=25_000_000, show_default=True, help="Of your model.")
+@click.option("--parameters", default="25M", show_default=True, help="Of your model: 100M.")
 @click.option("--step-ms", type=options.Number(0.001), default=100.0, show_default=True, help="Time of one iteration.")
 def doctor_command(
-    node: int | None, nodes: int | None, address: str | None, port: int, parameters: int, step_ms: float
+    node: int | None, nodes: int | None, address: str | None, port: int, parameters: str, step_ms: float
 ) -> None:
     """Check this machine. With --nodes and --address, started on each node, also check the network between them.
 
@@ -404,11 +408,12 @@ def doctor_command(
     link and a small all-reduce. It prints the measured bandwidth and the period that this suggests. Exit code 1: a
     check failed.
     """
+    size = number_of(parameters)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs too much about host names
     from lsgd.cli.doctor import Doctor  # imports torch
 
     place = find_place(node, nodes, address, os.environ)
-    sys.exit(Doctor(place, port, click.echo).examine(parameters, step_ms))
+    sys.exit(Doctor(place, port, click.echo).examine(size, step_ms))
 
 
 @main.command("keygen", short_help="Make keys, and a token for each node.")

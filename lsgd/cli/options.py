@@ -29,6 +29,9 @@ class Number(click.FloatRange):
         return number if math.isfinite(number) else self.fail(f"{value} is not finite.", param, ctx)
 
 
+VERBOSE_HELP = "Show every line of the logs: rounds, generations, checkpoints, who joins."
+
+
 SHELLS = {
     "bash": 'eval "$(lsgd completion bash)"          # in ~/.bashrc',
     "zsh": 'eval "$(lsgd completion zsh)"           # in ~/.zshrc, after compinit',

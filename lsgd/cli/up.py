@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -23,6 +24,7 @@ from lsgd.protocol.ports import DEFAULT_PORT
 @click.option("--new", is_flag=True, help="Begin a run here, whoever else is there, and whatever died.")
 @click.option("--anyway", is_flag=True, help="Join even if the script or lsgd is another one than there.")
 @click.option("--plain", is_flag=True, help="Print lines only, as without a terminal.")
+@click.option("--verbose", is_flag=True, envvar="LSGD_VERBOSE", help=options.VERBOSE_HELP)
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, shell_complete=options.files)
 def up_command(
     at: str,
@@ -36,6 +38,7 @@ def up_command(
     new: bool,
     anyway: bool,
     plain: bool,
+    verbose: bool,
     command: tuple[str, ...],
 ) -> None:
     """Run a script on several machines: type the same line on each of them.
@@ -53,7 +56,8 @@ def up_command(
     from lsgd.pairing.up import Wishes
 
     wishes = Wishes(command, at, code, new, name, nodes, port, workers or 0, anyway)
-    sys.exit(launch(find_place(wishes, device, workers, plan_path, plain, lambda text: click.echo(f"[up] {text}"))))
+    settings = find_place(wishes, device, workers, plan_path, lambda text: click.echo(f"[up] {text}"))
+    sys.exit(launch(replace(settings, plain=plain, verbose=verbose)))
 
 
 @click.command("peers", short_help="List the machines of this network that run lsgd up.")

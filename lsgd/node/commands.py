@@ -40,6 +40,7 @@ class LaunchSettings:
         store: URL to which this node's files are uploaded; empty: none.
         door: arguments of the process through which other machines join (``lsgd up``); empty: none, and node 0 prints
             the lines that start the other nodes.
+        verbose: whether details are shown, and not only written to the logs.
     """
 
     place: NodePlace
@@ -59,6 +60,7 @@ class LaunchSettings:
     torchrun: bool = False
     store: str = ""
     door: tuple[str, ...] = ()
+    verbose: bool = False
 
     @property
     def workers(self) -> int:

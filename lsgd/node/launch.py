@@ -155,13 +155,13 @@ def _run(
     with ExitStack() as opened:
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         listener = opened.enter_context(Listener(local))
-        screen = opened.enter_context(closing(Screen(plain=settings.plain)))
+        screen = opened.enter_context(closing(Screen(plain=settings.plain, verbose=settings.verbose)))
         if store is not None:
             store.begin(partial(screen.line, ""))
             opened.callback(store.detach)
         reading = opened.enter_context(closing(Reading()))
-        say = own_lines(Transcript(screen, name, log_of(settings, name), -1, False, again=settings.resume), reading)
-        stages = Stages(settings, network, keys, serving, environ, held, listener, screen, say)
+        own = own_lines(Transcript(screen, name, log_of(settings, name), -1, False, again=settings.resume), reading)
+        stages = Stages(settings, network, keys, serving, environ, held, listener, screen, *own)
         opened.callback(stages.close)
         first = stages.begin([Place(0, network, keys.server if keys else b""), *(p for p in known if p.node >= 0)])
         commands = [*first.commands, *worker_commands(settings, local, environ)]

@@ -57,6 +57,9 @@ from lsgd.server.succession import Move
 
 HELLO_EVERY_S = 1.0
 
+STARTS_WITHIN_S = 30.0
+"""A global server of this node's own that has not answered for this long takes long to start."""
+
 SILENT_AFTER_S = 4.0
 """A global server that has answered no greeting for this long counts as away."""
 
@@ -127,6 +130,7 @@ class LocalServer:
         *,
         say: Callable[[str], None] = daemon.say,
         complain: Callable[[str], None] = daemon.complain,
+        note: Callable[[str], None] | None = None,
         place: str = "",
         serves: bool = False,
         elsewhere: Elsewhere,
@@ -152,6 +156,7 @@ class LocalServer:
         self._dismissed: dict[bytes, list[bytes]] = {}  # by socket: what workers are told that have to join again
         self._say = say
         self._complain = complain
+        self._detail = note or say
         self.over = False
         self.outcome = self.failure = ""
         self.nodes, self.wanted = 0, False
@@ -277,7 +282,7 @@ class LocalServer:
         if self._farewell:
             self._forget_gone()
             self._leave(now)
-        elif self._away(now) and now - max(self._said_at, self._started_at) > SILENT_AFTER_S:
+        elif self._away(now) and now - max(self._said_at, self._started_at) > self._patience_s:
             self._complain(self._away(now))
             self._said_at = now + 5
         elif not self.joined and now - self._unjoined_at >= UNJOINED_S:
@@ -478,7 +483,7 @@ class LocalServer:
             if isinstance(peer, bytes) and (worker := self._workers.pop(peer, "")):
                 reason = "its process has ended"
                 self._dead[peer] = encode(Leave(worker, int(peer), 0, True, reason))
-                self._say(f"{worker} is gone: {reason}")
+                self._detail(f"{worker} is gone: {reason}")
         if self._dead and not self.allegiance.stranger and self._global.send(list(self._dead.values())):
             self._dead.clear()
 
@@ -501,11 +506,11 @@ class LocalServer:
             self._workers[peer] = message.worker
             self.joined.add(message.worker)
             self.ended.discard(message.worker)
-            self._say(f"{message.worker} joins")
+            self._detail(f"{message.worker} joins")
         elif isinstance(message, Request):  # it joined through this server's predecessor
             self._workers[peer] = message.worker
             self.joined.add(message.worker)
-            self._say(f"{message.worker} is here already")
+            self._detail(f"{message.worker} is here already")
         elif isinstance(message, Leave):
             if not message.failed and message.reason != LOOP_ENDED:
                 self.ended.add(message.worker)
@@ -534,7 +539,7 @@ class LocalServer:
                         self.ended.add(self._workers.get(peer, ""))
                     if kind_of(frame) in (Left, Over, Refused) and (worker := self._workers.pop(peer, "")):
                         self.processes.forget(peer)
-                        self._say(f"{worker} leaves")
+                        self._detail(f"{worker} leaves")
                     continue
                 try:
                     self._take(decode(frame), now)
@@ -615,7 +620,7 @@ class LocalServer:
         for peer in list(self._workers):
             if not self._listener.send(peer, [encode(Waiting(0, self._farewell.reason))]):
                 self.processes.forget(peer)
-                self._say(f"{self._workers.pop(peer)} is gone")
+                self._detail(f"{self._workers.pop(peer)} is gone")
 
     def disconnect(self) -> None:
         """End the connections to global servers: to the one that this node follows, and to others."""
@@ -629,6 +634,12 @@ class LocalServer:
         if self.heard_at is not None and now - self.heard_at < SILENT_AFTER_S:
             return ""
         return self._silence(now)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long to wait before a line says so: a server of this node's own first has to start."""
+        is_starting = self.heard_at is None and self.allegiance.state.serves
+        return STARTS_WITHIN_S if is_starting else SILENT_AFTER_S
 
     def _keys_refused(self, now: float) -> str:
         """Return why the global server will never accept this node, and what to type; empty while it may."""
@@ -646,6 +657,8 @@ class LocalServer:
         address = self._global.address
         if trouble := self._global.trouble():
             return f"the global server at {address} refuses this node: {trouble}"
+        if self.heard_at is None and self.allegiance.state.serves:
+            return f"this node's global server at {address} does not answer for {now - self._started_at:.0f} s yet"
         if self.heard_at is None:
             return (
                 f"no global server answers at {address}; start node 0 there, which runs it (lsgd launch, train.sh), "

@@ -214,8 +214,6 @@ class Node:
         if servers and not state.servers:
             self._drop(servers)
             self._say(f"{self._name} {state.means}; its own servers are ended")
-            if self._panel:  # it follows the server that was here
-                self._panel.end()
         elif state is State.CLAIMING and not servers and self._step is None:
             self._take_over()
 
@@ -464,7 +462,8 @@ class Node:
         if step.roles == (Role.SERVER,) and step.number is signal.SIGTERM:
             self._end_servers()
         if step.number and targets:
-            self._say(f"{step.number.name} to {', '.join(child.name for child in targets)}")
+            if not all(child.command.role.auxiliary for child in targets):  # those end like this in a healthy run
+                self._say(f"{step.number.name} to {', '.join(child.name for child in targets)}")
             for child in targets:
                 child.send(step.number)
         return True

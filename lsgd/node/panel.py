@@ -1,8 +1,10 @@
-"""The bottom lines of the terminal, which show the run's progress. A thread follows the run and draws them."""
+"""The run's progress, followed by a thread: the bottom lines of a terminal, or elsewhere a line every ten seconds."""
 
 import math
 import threading
 import time
+from collections import Counter
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.progress_bar import ProgressBar
@@ -11,24 +13,31 @@ from rich.text import Text
 
 from lsgd.errors import LsgdError
 from lsgd.node.screen import Screen
-from lsgd.protocol.keys import OPERATOR, connector_keys
+from lsgd.protocol.sockets import ConnectorKeys
 from lsgd.watch.reader import Reader
 from lsgd.watch.terminal import duration
 from lsgd.watch.view import TAKES_PART, RunView, WorkerView
 
-EVERY_S = 0.5
+EVERY_S, LINE_EVERY_S = 0.5, 10.0
+
+RUN = "[run] "
+"""Prefix of a line about the run as a whole."""
 
 _UNREMARKABLE = ("busy", "nobody")  # reasons of a run that trains normally, which are not shown
 
 
 class Panel(threading.Thread):
-    """Shows the run of the global server at ``address`` at the bottom of the screen, from :meth:`start` on."""
+    """Shows the run at the bottom of the screen, from :meth:`start` on, or as lines where these cannot move.
 
-    def __init__(self, screen: Screen, address: str, *, insecure: bool) -> None:
+    ``where`` returns where the run is served now, and the keys for it. From there, each line has another reader if the
+    run has moved.
+    """
+
+    def __init__(self, screen: Screen, where: Callable[[], tuple[str, ConnectorKeys | None]]) -> None:
         super().__init__(name="lsgd-panel", daemon=True)
         self._screen = screen
-        self._address = address
-        self._insecure = insecure
+        self._where = where
+        self._line_at = time.monotonic() + LINE_EVERY_S
         self._closing = threading.Event()
 
     def end(self) -> None:
@@ -44,25 +53,59 @@ class Panel(threading.Thread):
 
     def run(self) -> None:
         """Follow the run until its end."""
-        try:
-            self._follow()
-        except LsgdError as error:
-            self._screen.panel([f"no progress is shown: {error}"])
-        else:
-            self._screen.panel([])
+        while not self._closing.is_set():
+            address, keys = self._where()
+            try:
+                self._follow(address, keys)
+            except LsgdError as error:
+                if self._screen.is_terminal:
+                    self._screen.panel([f"no progress is shown: {error}"])
+                while self._where()[0] == address and not self._closing.wait(EVERY_S):
+                    pass
+            else:
+                self._screen.panel([])
+                if self._where()[0] == address:
+                    return
 
-    def _follow(self) -> None:
+    def _follow(self, address: str, keys: ConnectorKeys | None) -> None:
         run = RunView()
         shown_at = -math.inf
-        keys = connector_keys(self._address, None, OPERATOR, insecure=self._insecure)
-        with Reader(self._address, keys) as reader:
-            while run.now.state != "over" and not self._closing.is_set():
+        with Reader(address, keys) as reader:
+            while run.now.state != "over" and not self._closing.is_set() and self._where()[0] == address:
                 batch = reader.read(EVERY_S)
                 run.take(batch)
                 now = time.monotonic()
-                if run.now.run and not batch.more and now - shown_at >= EVERY_S:
-                    shown_at = now
+                if not run.now.run or batch.more or now - shown_at < EVERY_S:
+                    continue
+                shown_at = now
+                if self._screen.is_terminal:
                     self._screen.panel(frame(run, *self._screen.size()).splitlines())
+                elif now >= self._line_at and run.now.state != "over":
+                    self._line_at = now + LINE_EVERY_S
+                    self._screen.line(RUN, line(run))
+
+
+def line(run: RunView) -> str:
+    """Return a line: iterations, rate, loss, each node's share, who is away, and what the run waits for."""
+    now, made = run.now, Counter[str]()
+    here = [worker for worker in run.workers.values() if worker.state != "left"]
+    for worker in here:
+        made[worker.worker.partition("/")[0]] += worker.done
+    cells = [f"{now.count} of {now.iterations} iterations" if now.iterations else f"{now.count} iterations"]
+    cells += [f"{run.rate:.3g}/s"] * bool(run.rate)
+    cells += [f"loss {now.loss:.4g}"] if now.loss is not None else []
+    if now.state == "running" and run.left_s is not None:
+        cells.append(f"{duration(round(run.left_s))} left")
+    if len(made) > 1 and (total := made.total()):
+        cells.append(", ".join(f"{node} {count / total:.0%}" for node, count in made.items()))
+    cells += [f"{now.participation:.0%} take part in rounds"] if now.participation not in (None, 1.0) else []
+    away = [f"{worker.worker} ({worker.state})" for worker in here if worker.state not in TAKES_PART]
+    cells += [f"away: {', '.join(away)}"] if away and now.state == "running" else []
+    if not run.connected:
+        cells.append("the global server does not answer")
+    elif now.state != "running" or now.code.partition(".")[0] not in _UNREMARKABLE:
+        cells.append(f"{now.state}: {now.reason}")
+    return "; ".join(cells)
 
 
 def frame(run: RunView, columns: int, rows: int) -> str:

@@ -19,6 +19,7 @@ from typing import Protocol
 from lsgd.errors import EvictedError, JoinError, NotTrainedError, RunOverError, ServerLostError
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading, Transcript
+from lsgd.output import MARKS_DETAILS
 from lsgd.run_folder import runs
 from lsgd.server.daemon import CRASHED
 
@@ -148,7 +149,7 @@ class Process:
         try:
             self._process = subprocess.Popen(
                 [*command.arguments, *(command.restart_arguments if again else ())],
-                env=_environment(command) if again else command.environment,
+                env={**(_environment(command) if again else command.environment), MARKS_DETAILS: "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=writing,
                 stderr=writing,

@@ -1,9 +1,11 @@
 """The output of several processes as one: whole lines with a prefix, and one line that may be overwritten."""
 
+import math
 import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -14,6 +16,11 @@ FLUSH_WITHIN_S, FLUSHES = 3.0, 20
 
 CROWDED_NCHARS = 1 << 16
 """No panel while more characters than this wait to be shown."""
+
+SAME_WITHIN_S, MAX_SAID = 60.0, 256
+"""For how long a line of lsgd in one worker stands for the same one in others, and for how many lines."""
+
+_OF_LSGD, _WORKER = "lsgd: ", re.compile(r"node\d+/worker\d+")
 
 LAUNCHER = "[launch] "
 """Prefix of the launcher's own lines."""
@@ -40,17 +47,20 @@ class Screen:
 
     Args:
         plain: whether to write as if there were no terminal; also with ``TERM=dumb``, and where ``CI`` is set.
+        verbose: whether details are shown, which else are in the logs alone.
 
     Attributes:
         is_terminal: whether lines can be overwritten.
         has_colours: whether they can be colored too: not with ``NO_COLOR``.
     """
 
-    def __init__(self, *, plain: bool = False) -> None:
+    def __init__(self, *, plain: bool = False, verbose: bool = False) -> None:
+        self.verbose = verbose
         plain = plain or os.environ.get("TERM") == "dumb" or bool(os.environ.get("CI"))
         self.is_terminal = sys.stdout.isatty() and not plain
         self.has_colours = self.is_terminal and not os.environ.get("NO_COLOR")
         self._lock = threading.Lock()
+        self._said: dict[str, tuple[str, float]] = {}  # what lsgd has said in workers: where, and when
         self._live = ""
         self._panel: Sequence[str] = ()
         self._descriptor = sys.stdout.fileno()
@@ -73,6 +83,20 @@ class Screen:
             if self._output.waiting > CROWDED_NCHARS:
                 self._panel = ()
             self._put(f"{erase}{prefix}{text}\n{self._below()}")
+
+    def repeats(self, prefix: str, text: str) -> bool:
+        """Return whether another worker has just said the same of itself, by lsgd's log; note that this one has."""
+        if not text.startswith(_OF_LSGD):
+            return False
+        now, words = time.monotonic(), _WORKER.sub("", text)
+        with self._lock:
+            who, at = self._said.get(words, (prefix, -math.inf))
+            if who != prefix and now - at < SAME_WITHIN_S:
+                return True
+            if len(self._said) >= MAX_SAID:
+                self._said.pop(next(iter(self._said)))
+            self._said[words] = prefix, now
+        return False
 
     def say(self, text: str) -> None:
         """Write a line from the launcher itself."""

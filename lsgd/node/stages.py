@@ -23,7 +23,7 @@ from lsgd.protocol.credentials import place_of
 from lsgd.protocol.keys import KeyRing, adopted_folder, node_name
 from lsgd.protocol.messages import Place
 from lsgd.protocol.ports import hold, hold_or_any, port_of
-from lsgd.protocol.sockets import ConnectorKeys, Listener
+from lsgd.protocol.sockets import ConnectorKeys, Listener, keys_for
 from lsgd.run_folder import JOURNAL
 from lsgd.server.journal import Journal, taken_over
 from lsgd.watch import results
@@ -72,7 +72,7 @@ class Stages:
         serving: how this node serves; None: another one does.
         held: holds the ports of this node's servers.
         listener: socket where the workers connect.
-        say: prints a line of this node.
+        say, note: print a line, and a detail, of this node.
     """
 
     def __init__(
@@ -86,10 +86,11 @@ class Stages:
         listener: Listener,
         screen: Screen,
         say: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         self._settings, self._network, self._keys, self._environ = settings, network, keys, environ
         self._serving, self._held = serving, held
-        self._listener, self._screen, self._say = listener, screen, say
+        self._listener, self._screen, self._say, self._note = listener, screen, say, note
         self._offer, self._knock = place_to_serve(settings.place, network, held), Knock()
         self._local: LocalServer | None = None
 
@@ -141,6 +142,7 @@ class Stages:
             *(node, incarnation, self._listener, connect(places[0]), workers),
             say=(lambda words: None) if node == 0 else self._say,  # the global server's lines are here
             complain=self._say,
+            note=(lambda words: None) if node == 0 else self._note,
             place=self._offer,
             serves=bool(servers),
             elsewhere=Elsewhere(node, connect, self._knock, own, places),
@@ -148,16 +150,20 @@ class Stages:
             stages=True,
             former=former,
         )
-        commands, panel = list[Command](), None
+        commands = list[Command]()
         if self._serving:
             commands = [*server_commands(settings, servers, self._serving.environ)]
         if servers or not former:
             commands += observer_commands(settings, self._network, self._environ)
-        if node == 0 and servers:
-            panel = Panel(self._screen, self._network, insecure=settings.insecure) if self._screen.is_terminal else None
+        panel = Panel(self._screen, self._served_at)
         if former:
             commands = [replace(command, appends=True) for command in commands if command.role is not Role.PAGE]
         return Stage(server, commands, panel, self._take_over)
+
+    def _served_at(self) -> tuple[str, ConnectorKeys | None]:
+        """Return where the run is served now, and this node's keys for it."""
+        place, *_ = self._former.places
+        return place.address, keys_for(self._keys, place.key)
 
     def _take_over(self) -> Sequence[Command]:
         """Return the servers with which this node serves the run, from its copy of the journal, where it offered to.

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lsgd.node.screen import CONTROL, CONTROL_BUT_COLOUR, Screen
-from lsgd.output import append, stamped
+from lsgd.output import DETAIL, append, stamped
 from lsgd.protocol.sockets import Wakeup
 
 SAY_EVERY_S = 60.0
@@ -133,7 +133,8 @@ class Transcript:
         overwritten = self._returned or "\r" in unfinished
         self._add(unfinished)
         if self._live:
-            self._screen.live(CONTROL_BUT_COLOUR.sub("", self._line()))
+            line = self._line()
+            self._screen.live("" if line.startswith(DETAIL) else CONTROL_BUT_COLOUR.sub("", line))
         elif overwritten and time.monotonic() - self._shown_s > OVERWRITTEN_EVERY_S:
             self._finish()
 
@@ -166,13 +167,15 @@ class Transcript:
         line = self._line()
         self._pieces, self._nchars, self._returned = [], 0, False
         plain = CONTROL.sub("", line)
+        is_detail, plain, line = plain.startswith(DETAIL), plain.removeprefix(DETAIL), line.removeprefix(DETAIL)
         if plain or not CONTROL.search(line):  # skip lines with nothing but control sequences
             self._log.line(plain)
             self.tail.append(plain)
             if self._live:
                 self._screen.live("")
             coloured = CONTROL_BUT_COLOUR.sub("", line) if self._screen.has_colours else plain
-            self._screen.line(self._prefix, coloured, self._colour)
+            if self._screen.verbose or not (is_detail or self._screen.repeats(self._prefix, plain)):
+                self._screen.line(self._prefix, coloured, self._colour)
         self._shown_s = time.monotonic()
 
 
@@ -246,8 +249,8 @@ class Reading(threading.Thread):
         os.close(descriptor)
 
 
-def own_lines(transcript: Transcript, reading: Reading) -> Callable[[str], None]:
-    """Return a function that prints a line of this process with the time of day, or loses it if too many wait."""
+def own_lines(transcript: Transcript, reading: Reading) -> tuple[Callable[[str], None], Callable[[str], None]]:
+    """Return functions that print a line, or a detail, of this process with the time of day; lost if too many wait."""
     descriptor, writing = os.pipe()
     os.set_blocking(writing, False)
     reading.add(descriptor, transcript)
@@ -256,4 +259,8 @@ def own_lines(transcript: Transcript, reading: Reading) -> Callable[[str], None]
         with suppress(OSError):
             os.write(writing, stamped(text))
 
-    return say
+    def note(text: str) -> None:
+        with suppress(OSError):
+            os.write(writing, DETAIL.encode() + stamped(text))
+
+    return say, note

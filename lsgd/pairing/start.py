@@ -29,7 +29,7 @@ RUNS = Path("runs")
 
 
 def find_place(
-    wishes: Wishes, device: str, workers: int | None, plan: Path | None, plain: bool, tell: Callable[[str], None]
+    wishes: Wishes, device: str, workers: int | None, plan: Path | None, tell: Callable[[str], None]
 ) -> LaunchSettings:
     """Return what this machine runs: its part of a run that it begins, resumes or joins.
 
@@ -50,7 +50,7 @@ def find_place(
     tell(f"node {place.node} of {place.nodes}, with {about.in_words}; logs and results in {folder}")
     door = ["--about", json.dumps(about.message()), "--run", str(folder), "--joined" if place.node else "--open"]
     names, command = devices.names, wishes.command
-    return LaunchSettings(place, port, names, plan, folder, command, resume=resumes, plain=plain, door=tuple(door))
+    return LaunchSettings(place, port, names, plan, folder, command, resume=resumes, door=tuple(door))
 
 
 def _part(found: Hosts | Joins) -> tuple[Place, int, Path, bool]:

@@ -24,6 +24,7 @@ from lsgd.algorithms import ALGORITHMS
 from lsgd.algorithms.local import LocalSettings
 from lsgd.codecs import CODECS
 from lsgd.errors import ConfigError
+from lsgd.output import MARKS_DETAILS
 from lsgd.plan.run import RunSettings
 from lsgd.settings import GONE, LARGEST, AlgorithmSettings, checked, fields, nearest, shown, values
 
@@ -31,6 +32,7 @@ VARIABLE_PREFIX = "LSGD_"
 OTHER_VARIABLES = frozenset(
     {"LSGD_LOCAL", "LSGD_NODE", "LSGD_RANK", "LSGD_LOCAL_RANK", "LSGD_DEVICE", "LSGD_RUN_DIR", "LSGD_PLAN"}
     | {"LSGD_TOKEN", "LSGD_KEYS", "LSGD_RESUME", "LSGD_RESTARTED", "LSGD_SOLO", "LSGD_ISLAND", "LSGD_CHECK"}
+    | {"LSGD_VERBOSE", MARKS_DETAILS}
 )
 """Variables that are not settings of the plan: the place of a process, its keys, and its checkpoints."""
 

@@ -5,14 +5,14 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import TextIO
 
 import psutil
 
-from lsgd.output import Output
+from lsgd.output import Output, detail
 from lsgd.protocol.sockets import Listener, Wakeup
 
 TICK_S = 0.1
@@ -145,7 +145,12 @@ def silence() -> None:
 
 
 def say(text: str) -> None:
-    """Print a line with the time of day, without ever waiting for its reader."""
+    """Print a detail with the time of day, without ever waiting for its reader."""
+    _print(text, sys.stdout, detail)
+
+
+def tell(text: str) -> None:
+    """Print what a user should see with the time of day, likewise."""
     _print(text, sys.stdout)
 
 
@@ -154,10 +159,10 @@ def complain(text: str) -> None:
     _print(text, sys.stderr)
 
 
-def _print(text: str, stream: TextIO) -> None:
+def _print(text: str, stream: TextIO, mark: Callable[[str], str] = str) -> None:
     if getattr(_silent, "on", False):
         return
-    line = f"{_stamp()} {text}"
+    line = mark(f"{_stamp()} {text}")
     try:
         descriptor = stream.fileno()
     except (OSError, ValueError, AttributeError):  # no file: a test's, say

@@ -46,11 +46,11 @@ from lsgd.run_folder import stage_of
 from lsgd.server import daemon, endings
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, MOVED, TICK_S, Ending, complain, say
+from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, MOVED, TICK_S, Ending, complain, say, tell
 from lsgd.server.held import HeldCopy
 from lsgd.server.inputs import Inputs, Kind
 from lsgd.server.journal import Journal, capture, restore, taken_over
-from lsgd.server.reasons import Why
+from lsgd.server.reasons import ROUTINE, Why
 from lsgd.server.report import Record, progress, report
 from lsgd.server.standbys import Standbys
 from lsgd.server.state import Decision
@@ -79,6 +79,10 @@ PROGRESS_EVERY_S = 1.0
 
 PROGRESS_WORKERS = 1000
 """With more workers than this, it says so less often, in proportion."""
+
+
+SETTLES_S = 30.0
+"""For how long from its start refused connections are a detail; who has a wrong key says so itself, and goes on."""
 
 
 @dataclass
@@ -184,7 +188,7 @@ class GlobalDaemon:
         self._progress_at = self._ticked_at = self._guarded_at = self._gave_way_at = 0.0
         self._begun_from = (self._state.changes, self._state.ledger.count)
         self._memory = daemon.Memory() if watches_memory else None
-        self._refusals = daemon.Refusals()
+        self._refusals, self._guarded_at = daemon.Refusals(), 0.0
         self._farewell: _Farewell | None = None
         self.exit_code: int | None = None
 
@@ -259,8 +263,9 @@ class GlobalDaemon:
         """Forget who is gone and report who was refused; drop all connections if memory fills."""
         self._routes = {who: peer for who, peer in self._routes.items() if self._state.roster.find(*who)}
         self._readers = {peer: read for peer, read in self._readers.items() if now - read[0] < FOLLOWS_FOR_S}
-        for refusal in self._refusals.report(self._listener, now):
-            complain(refusal)
+        self._guarded_at = self._guarded_at or now
+        for refusal in self._refusals.report(self._listener, now):  # nodes that look for their server try several keys
+            (say if now - self._guarded_at < SETTLES_S else complain)(refusal)
         if self._memory is None or not self._memory.overgrown():
             return
         complain(
@@ -434,6 +439,11 @@ class GlobalDaemon:
 
     def _say(self, words: str) -> None:
         """Print a line that does not come from the coordinator."""
+        tell(words)
+        self._happened.append(Note("", words))
+
+    def _note(self, words: str) -> None:
+        """Print a detail that does not come from the coordinator."""
         say(words)
         self._happened.append(Note("", words))
 
@@ -459,7 +469,7 @@ class GlobalDaemon:
         same = known is not None and known.hello.incarnation == hello.incarnation
         if known is None or same or now - known.heard_at > NODE_LEASE_S:
             if not same:
-                self._say(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
+                self._note(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
             self._nodes[hello.node] = _Node(peer, hello, now)
             self._handle(hello, now)
             if self._standbys is not None:
@@ -508,11 +518,13 @@ class GlobalDaemon:
         generation = self._state.roster.generation
         self._happened += decision.happened
         for note in decision.notes:
-            say(note)
             begins = note.code == Why.GENERATION.code and not self._state.ledger.count  # not where it has resumed
+            is_routine = not ROUTINE.isdisjoint((note.code, note.code.partition(".")[0])) and not begins
+            is_routine |= note.code == "leaves.left" and bool(self._state.stopping)
+            (say if is_routine else tell)(note)
             if begins and generation is not None and generation.number == 1:
                 for line in forecast(self._state.plan, len(generation.indices)):
-                    self._say(line)
+                    (self._say if "type " in line else self._note)(line)
         for worker, incarnation, message in decision.answers:
             self._send_worker(worker, incarnation, message)
 

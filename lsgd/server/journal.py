@@ -27,7 +27,7 @@ from lsgd.protocol.messages import Generation, Go, Join, Round, Stop, Term
 from lsgd.server.books import MAX_ELECTIONS, Ledger, RoundBook
 from lsgd.server.changes import Changes
 from lsgd.server.course import Pace, Stretch
-from lsgd.server.daemon import say
+from lsgd.server.daemon import tell
 from lsgd.server.data import DataBook
 from lsgd.server.life import Life
 from lsgd.server.links import Ways
@@ -278,7 +278,7 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False, run: 
             f"{journal.path.name}* to begin a new run"
         ) from None
     state.book.elections.extend(elections)
-    say(
+    tell(
         f"continues run {state.run} of the journal {journal.path}, with its plan: "
         f"{state.ledger.count} iterations, {len(state.roster.members)} workers"
     )

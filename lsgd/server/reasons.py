@@ -27,6 +27,9 @@ class Reason(str):
 
 NO_REASON = Reason()
 
+ROUTINE = {"joins", "period", "round", "fewer_lines", "generation", "stopping", "finishes", "leaves.run_over"}
+"""Codes, or their beginnings, of what happens in a healthy run: `lsgd launch` shows their lines only if it is asked."""
+
 CHECK = "check the cable, the route and the firewall between them (lsgd doctor)"
 
 

@@ -13,7 +13,7 @@ from lsgd.protocol.keys import KeyRing, is_local
 from lsgd.protocol.messages import Place
 from lsgd.protocol.sockets import Listener
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.daemon import Ending, complain, say
+from lsgd.server.daemon import Ending, complain, say, tell
 from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.inputs import Inputs
 from lsgd.server.journal import Journal, begin
@@ -97,7 +97,7 @@ def _announce(address: str, plan: Plan, keys: Path | None, *, launched: bool) ->
     )
     if not plan.run.has_end:
         where = "" if launched else f" --connect {address}{trusts}"
-        say(
+        tell(
             f"the plan has no end (neither iterations nor seconds): scripts of lsgd.wrap end the run with their own "
             f"loops; end others with: lsgd stop{where}, or give them an end: lsgd set{where} iterations=N (of all "
             f"workers together)"

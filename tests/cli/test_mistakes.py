@@ -56,3 +56,9 @@ def test_a_mistake_is_said_with_what_to_type(arguments, variables, said, tmp_pat
     assert said in result.stderr.rpartition("Error: ")[2], result.output
     assert result.exit_code in (1, 2) or arguments[0] == "runs"
     assert not any(path.is_dir() for path in tmp_path.glob("runs/*")), "nothing is left"
+
+
+@pytest.mark.parametrize(("text", "says"), [("x", "'x' is no number"), ("0", "'0' is no number")])
+def test_doctor_takes_the_size_of_a_model_as_estimate_does(text: str, says: str) -> None:
+    done = CliRunner().invoke(main, ["doctor", "--parameters", text])
+    assert done.exit_code == 1 and f"{says} from 1 on: write it as 25000000, 100M or 1.5B" in done.output

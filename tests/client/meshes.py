@@ -18,6 +18,7 @@ from lsgd.client.groups.routes import RELAY_NBYTES, DirectRoute, Routes
 from lsgd.client.groups.staging import Copier
 from lsgd.client.groups.tcp_group import TcpGroup
 
+from ..speed import scaled
 from .bench import together
 
 
@@ -28,7 +29,7 @@ class SharedStore(dict[str, bytes]):
         self[key] = value.encode() if isinstance(value, str) else value
 
     def get(self, key: str) -> bytes:  # type: ignore[override]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + scaled(20)
         while key not in self:
             assert time.monotonic() < deadline, f"nobody has published {key}"
             time.sleep(0.001)
@@ -135,7 +136,7 @@ class Network:
         self._closing.close()
         self.break_all()
         for thread in self._threads:
-            thread.join(10)
+            thread.join(scaled(10))
 
     def _start(self, work: Callable[..., None], *arguments: Any) -> None:
         thread = threading.Thread(target=work, args=arguments, daemon=True)

@@ -185,7 +185,7 @@ def loop() -> Iterator[Loop]:
     loop = Loop("lsgd-send")
     yield loop
     loop.end()
-    loop.thread.join(20)
+    loop.thread.join(scaled(20))
 
 
 def send(line: OutgoingStream, data: bytearray) -> Operation:

@@ -20,6 +20,7 @@ from scripts.link_table import PAGE, table
 
 from ..lsgd.reference import Exchange
 from ..lsgd.training import make_round
+from ..speed import scaled
 from .bench import CERTIFICATE
 from .test_groups import HOUR_S, KEPT, TIMEOUT_S, LikeNccl, every_verb, run, switchboard
 
@@ -203,10 +204,10 @@ def test_a_cut_frees_who_waits_inside_and_between(switchboard, monkeypatch) -> N
         x = torch.ones(3)
         group.node.all_reduce(x).wait()
         if group.rank == 1:
-            waiting.wait(20)
-            return over.wait(30)
+            waiting.wait(scaled(20))
+            return over.wait(scaled(30))
         transfer = group.node.all_reduce(x) if group.rank == 0 else group._begin_exchange({}, {0: x})
-        waiting.wait(20)
+        waiting.wait(scaled(20))
         group.cut()
         with pytest.raises(ExchangeError):
             transfer.wait()

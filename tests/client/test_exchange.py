@@ -39,6 +39,7 @@ from lsgd.run_folder import checkpoint_path, counts
 from lsgd.scattered import Scattered
 
 from ..integration.running import until
+from ..speed import scaled
 from .bench import Switchboard, generation, together
 
 
@@ -1028,7 +1029,7 @@ def test_a_run_that_ends_in_a_backward_pass_has_its_checkpoint_and_leaves_a_scal
         rounds, model, optimizer = members.rounds[rank], members.models[rank], members.optimizers[rank]
 
         def ends(redo: bool) -> bool:
-            met.wait(60.0)
+            met.wait(scaled(60.0))
             rounds.carry_out(final, redo=redo)
             rounds.grants.take(Stop(2, final, "enough"))
             return False

@@ -20,6 +20,7 @@ from lsgd.flat import FlatParameters
 from lsgd.protocol.messages import Round
 from lsgd.testing.simulation import SimulatedGroup, simulate
 
+from ..speed import scaled
 from .bench import generation
 
 BUCKET_MIB = 0.001  # 262 numbers
@@ -150,7 +151,7 @@ def test_a_bucket_leaves_while_the_backward_pass_goes_on() -> None:
 
     bench.algorithm.reduce = noted
     seen = []
-    bench.model[0].weight.register_hook(lambda gradient: seen.append(left.wait(20.0)))
+    bench.model[0].weight.register_hook(lambda gradient: seen.append(left.wait(scaled(20.0))))
     bench.arm()
     bench.model(torch.ones(1, 5)).sum().backward()
     assert seen == [True]

@@ -17,6 +17,8 @@ from lsgd.errors import JoinError
 from lsgd.protocol.messages import WorkerHelloReply, encode
 from lsgd.protocol.sockets import Listener, wait_for
 
+from ..speed import scaled
+
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +54,7 @@ class Busy(logging.Handler):
             self._idle.set()
 
     def _serve(self) -> None:
-        self._idle.wait(60)
+        self._idle.wait(scaled(60))
         while not self._over.is_set():
             wait_for(0.05, self._listener)
             for peer, _ in self._listener.receive():
@@ -61,7 +63,7 @@ class Busy(logging.Handler):
     def close(self) -> None:
         self._idle.set()
         self._over.set()
-        self._thread.join(30)
+        self._thread.join(scaled(30))
         self._listener.close()
         super().close()
 

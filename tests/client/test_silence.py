@@ -67,7 +67,7 @@ def test_a_connection_that_is_silent_fails_though_another_moves(clock) -> None:
 
     def work(group: TcpGroup) -> str:
         if group.rank == 2:
-            return str(over.wait(30))
+            return str(over.wait(scaled(30)))
         if group.rank == 1:
             return str(group.exchange({0: LARGE}, {}))
         with pytest.raises(ExchangeError) as raised:
@@ -155,7 +155,7 @@ def test_a_transfer_that_stands_still_does_not_look_as_if_it_moved(clock) -> Non
         clock.now += 1.0
         if before > 1_000_000:
             stands.set()
-            over.wait(30)
+            over.wait(scaled(30))
         return data
 
     network = Network(carry)
@@ -171,7 +171,7 @@ def test_a_transfer_that_stands_still_does_not_look_as_if_it_moved(clock) -> Non
 
     def work(group: TcpGroup) -> bool:
         if group.rank == 2:
-            stands.wait(30)
+            stands.wait(scaled(30))
             try:
                 until(shows, "the transfer shows")
                 until(stopped, "it shows no longer")

@@ -24,7 +24,8 @@ from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.errors import ExchangeError
 from lsgd.protocol.credentials import run_certificate
 
-from ..integration.running import until
+from ..integration.running import FORKS, until
+from ..integration.test_two_nodes import finish
 from ..speed import scaled
 from .bench import CERTIFICATE, Switchboard
 from .meshes import all_at_once, clock, members
@@ -58,7 +59,7 @@ def test_groups_whose_members_have_met_need_no_store() -> None:
 
     def work(group: TcpGroup) -> bool:
         group._mesh.gather()
-        met.wait(20)
+        met.wait(scaled(20))
         return every_verb(group)
 
     assert all_at_once(groups, work) == [True] * 3
@@ -150,7 +151,7 @@ def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(clock, monkey
         if group.rank == 1:
             until(lambda: groups[0]._mesh.from_(1).waited_since() < math.inf, "the other one waits")
             clock.now += 20.5
-            return str(over.wait(20))
+            return str(over.wait(scaled(20)))
         with pytest.raises(ExchangeError) as raised:
             group.broadcast(torch.ones(100_000), 1)
         over.set()
@@ -167,7 +168,7 @@ def test_a_cut_frees_who_waits_for_a_silent_peer(run) -> None:
     def work(group: TcpGroup) -> bool:
         group.all_reduce(torch.ones(3)).wait()
         if group.rank == 1:
-            return freed.wait(30)
+            return freed.wait(scaled(30))
         threading.Timer(0.2, group.cut).start()
         with pytest.raises(ExchangeError, match=r"all_reduce: waited .* the group was closed"):
             group.all_reduce(torch.ones(3)).wait()
@@ -318,11 +319,15 @@ def test_who_sits_on_the_way_reads_nothing_of_what_is_encrypted(kind) -> None:
         capture = second.popen([sys.executable, "-m", "tests.client.capture", pattern], **python)
         assert capture.stdout.readline() == "ready\n"
         member = [sys.executable, "-m", "tests.client._tcp_member"]
-        processes = [
-            host.popen([*member, str(host.index), first.address, host.address, kind, pattern], **python)
-            for host in testbed.hosts
-        ]
-        assert [process.wait(60) for process in processes] == [0, 0]
+        finish(
+            [
+                FORKS.popen(
+                    [*member, str(host.index), first.address, host.address, kind, pattern],
+                    **{"cwd": ROOT, "env": os.environ, "host": host.pid},
+                )
+                for host in testbed.hosts
+            ]
+        )
         nbytes, found = json.loads(capture.communicate()[0])
     assert nbytes > 2 * 1_000_000
     assert (found > 20) if kind == "plain" else (found == 0)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from lsgd.protocol.events import WorkerJoined
 
-from ..speed import SLOWNESS
+from ..speed import SLOWNESS, scaled
 from .running import LIGHT, LOADED_BY_WORKERS, SCRIPTS, Cluster, ForkServer, Process, free_port, until
 from .test_algorithms import command
 
@@ -314,7 +314,7 @@ def test_launch_starts_an_island_whole_again_when_a_process_dies_in_a_round(tmp_
         }
         | {"LSGD_SYNC_OPTIMIZER": "true", "LSGD_CHECKPOINT_EVERY": "2", "OMP_NUM_THREADS": "1"},
     )
-    output, _ = launched.communicate(150)
+    output, _ = launched.communicate(scaled(150))
     assert launched.returncode == 0, output
     assert "2 workers of 2 processes on cpu" in output
     assert re.search(r"node0/worker1 was killed by SIGKILL .* restarting it (in 1 s|now)", output)

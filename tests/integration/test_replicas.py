@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from ..speed import scaled
 from .running import SCRIPTS
 from .test_island_methods import DELAYED, IN_EACH_STEP
 from .test_islands import PHASES, Islands, alike, lines, resume, saved
@@ -175,7 +176,7 @@ def test_launch_starts_replicas_again_when_one_is_killed(tmp_path) -> None:
         env={**os.environ, "LSGD_ALGORITHM": "local", "LSGD_PERIOD": "4", "LSGD_ITERATIONS": "96"}
         | {"LSGD_SYNC_OPTIMIZER": "true", "LSGD_CHECKPOINT_EVERY": "2", "OMP_NUM_THREADS": "1"},
     )
-    output, _ = launched.communicate(150)
+    output, _ = launched.communicate(scaled(150))
     assert launched.returncode == 0, output
     assert re.search(r"node0/worker1 was killed by SIGKILL .* restarting it (in 1 s|now)", output)
     assert re.search(r"node0/worker1 resumes from .*node0-worker1\.safetensors", output)

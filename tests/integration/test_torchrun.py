@@ -19,7 +19,7 @@ def test_each_process_of_torchrun_is_a_worker(cluster) -> None:
     server, _ = cluster.start("--workers", "2", "--iterations", "40", "--period", "4")
     environ = {**os.environ, "LSGD_LOCAL": cluster.local_address(0), "LSGD_RUN_DIR": str(cluster.folder)}
     done = FORKS.popen([*COMMAND, str(PLAIN)], env=environ)
-    output, _ = done.communicate(90)
+    output, _ = done.communicate(scaled(90))
     assert done.returncode == 0, output
     assert "all 40 iterations are done; 40 iterations" in server.succeeds()
     workers = [cluster.result(0, i) for i in range(2)]  # node0/worker0 and node0/worker1, by LOCAL_RANK

@@ -54,7 +54,8 @@ class Machine:
     def start(self, *command: str, **variables: str) -> "Typed":
         """Start a program of Python."""
         environ = {**os.environ, **LIGHT, "XDG_CONFIG_HOME": str(self.folder / "config"), "OMP_NUM_THREADS": "1"}
-        environ.pop("LSGD_KEYS", None)
+        for name in ("LSGD_KEYS", "LSGD_VERBOSE"):
+            environ.pop(name, None)
         options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         command = (sys.executable, "-P", *command)
         return Typed(self.host.popen(command, cwd=self.folder, env={**environ, **variables}, **options))
@@ -122,6 +123,9 @@ def test_two_lines_and_a_code_and_the_second_time_two_lines(tmp_path: Path) -> N
         second.type(code)
         first.says("node1 joins as node 1: 1 worker on CPU")
         first.says("generation 1: 2 workers on 2 nodes")
+        second.says(r"\[run\]|connected to the global server")
+        assert first.output.count("\n") <= 12 and second.output.count("\n") <= 12, first.output + second.output
+        assert not re.search("refused|no global server|does not answer", first.output), first.output
         second.kill()
         again = beta.up()  # nobody types
         again.says(r"connected to the global server")

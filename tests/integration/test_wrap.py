@@ -28,6 +28,7 @@ from lsgd.flat import describe
 from lsgd.protocol.messages import LOOP_ENDED, StopRun
 from lsgd.run_folder import checkpoint_path, counts, runs
 
+from ..speed import scaled
 from .test_steps import ALGORITHMS, BATCH, network
 
 
@@ -124,7 +125,7 @@ def test_a_worker_that_makes_no_step_has_trained_nothing(cluster) -> None:
         for _ in range(script.worker.steps):
             script.step(BATCH * 2)
             trained.set()
-        trained.wait(60.0)
+        trained.wait(scaled(60.0))
         try:
             script.worker.finish()
         except NotTrainedError as error:
@@ -624,12 +625,12 @@ def test_the_first_worker_saves_nothing_if_the_others_have_made_the_last_round_w
         with script.worker as worker:
             script.step(BATCH * (1 + index))
             if index:
-                assert away.wait(60.0)
+                assert away.wait(scaled(60.0))
                 cluster.ask(StopRun("enough"))
             else:
                 worker.pause()
                 away.set()
-                assert over.wait(60.0)
+                assert over.wait(scaled(60.0))
             while not worker.stopped:
                 script.step(BATCH * (1 + index))
             over.set()
@@ -780,7 +781,7 @@ def test_an_epoch_is_no_longer_for_those_who_train_while_another_evaluates(clust
         for epoch in range(3):
             for step, (x,) in enumerate(loader):
                 if index and (epoch, step) == (0, 10):
-                    assert away.wait(30)  # and makes rounds alone from here on
+                    assert away.wait(scaled(30))  # and makes rounds alone from here on
                 if index and epoch:
                     begun.set()
                 script.step(x)
@@ -788,7 +789,7 @@ def test_an_epoch_is_no_longer_for_those_who_train_while_another_evaluates(clust
             script.evaluate()
             if not (index or epoch):
                 away.set()
-                assert begun.wait(30)
+                assert begun.wait(scaled(30))
         assert script.worker.finish() and script.worker.step == 36
         return lengths
 

@@ -12,6 +12,8 @@ from lsgd.codecs.minmax import MinMax8
 from lsgd.kernels.cpu import machine
 from lsgd.kernels.cpu.minmax8 import BIG_BLOCK, STREAM_NBYTES, _entry
 
+from ..speed import scaled
+
 LARGE = STREAM_NBYTES // 4 + 12_345  # elements whose float32 are written past the caches
 
 
@@ -67,7 +69,7 @@ def test_threads_of_the_caller_do_not_disturb_each_other(in_torch):
     for worker in workers:
         worker.start()
     for worker in workers:
-        worker.join(60)
+        worker.join(scaled(60))
     assert wrong == []
 
 

@@ -2,7 +2,7 @@
 
 Usage: ddp_training.py HOOK..., one after the other in the same processes. A HOOK is none, quantized, feedback,
 stochastic, halves (each half of the ranks trains a model of its own) or overflow: with feedback, a GradScaler, and a
-gradient that is infinite on the last rank in one step.
+gradient that is infinite on the last rank in one step. The variable STEPS has how many they make.
 """
 
 import hashlib
@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lsgd.ddp_hook import QuantizedState, quantized_hook
 
-STEPS, BATCH, FEATURES, CLASSES = 150, 32, 20, 5
+STEPS = int(os.environ.get("STEPS", "100"))
+BATCH, FEATURES, CLASSES = 32, 20, 5
 OVERFLOW_STEP = 20
 
 

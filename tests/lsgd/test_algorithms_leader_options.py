@@ -11,6 +11,7 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.errors import ExchangeError
 from lsgd.testing.simulation import simulate
 
+from ..speed import scaled
 from .reference import Exchange, Problem, Worker, close_to, decode, nodes_of
 from .training import SPLIT, Recording, TorchWorker, make_round, relative_error
 
@@ -185,7 +186,7 @@ def test_a_delayed_transfer_runs_beside_training():
         round = make_round([2], exchange=Exchange(None, 1, (1,), 0))
         if group.rank == 1:
             worker.iterate(None)
-            assert leader_may_send.wait(20)
+            assert leader_may_send.wait(scaled(20))
         worker.iterate(round)
         worker.iterate(None)
         leader_may_send.set()

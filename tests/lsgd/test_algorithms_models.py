@@ -17,6 +17,7 @@ from lsgd.codecs.minmax import MinMax8
 from lsgd.errors import ExchangeError
 from lsgd.testing.simulation import land, simulate
 
+from ..speed import scaled
 from .reference import Problem, Worker, nodes_of
 from .training import SPLIT, TorchWorker, make_round, relative_error, train
 
@@ -189,7 +190,7 @@ def test_the_exchange_runs_beside_forward_and_backward():
         for x in worker.parameters:
             x.fill_(group.rank)
         if group.rank == 1:
-            assert peer_may_begin.wait(20)
+            assert peer_may_begin.wait(scaled(20))
         worker.algorithm.before_forward(worker.parameters, group, make_round([1, 1]))
         exchanging = worker.algorithm._land is not None
         before = [x.clone() for x in worker.parameters]

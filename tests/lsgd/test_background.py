@@ -10,6 +10,8 @@ import torch
 
 from lsgd.collectives.background import Background
 
+from ..speed import scaled
+
 CPU = torch.device("cpu")
 
 
@@ -82,7 +84,7 @@ def test_the_thread_ends_with_its_object():
     (thread,) = set(threads()) - set(before)
     del owner
     gc.collect()
-    thread.join(20.0)
+    thread.join(scaled(20.0))
     assert not thread.is_alive()
 
 

@@ -210,7 +210,7 @@ def test_torch_makes_what_the_kernels_make(text, bad, monkeypatch):
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Torch computes, and cuts vectors as on a GPU, but in pieces of 65,536; returns the lengths of all pieces."""
+    """Torch computes, and cuts vectors as on a GPU, but in pieces of 16,384; returns the lengths of all pieces."""
     lengths: list[int] = []
     pieces = Blockwise._pieces
 
@@ -221,15 +221,15 @@ def as_on_a_gpu(monkeypatch):
 
     without_kernels(monkeypatch)
     monkeypatch.setattr(Blockwise, "_pieces", noting)
-    monkeypatch.setattr(blocks, "DEVICE_PIECE", 1 << 16)
-    monkeypatch.setattr(blocks, "KERNELS_PIECE", 1 << 14)
+    monkeypatch.setattr(blocks, "DEVICE_PIECE", 1 << 14)
+    monkeypatch.setattr(blocks, "KERNELS_PIECE", 1 << 12)
     return lengths
 
 
 @pytest.mark.parametrize("text", ["levels2", "levels1", "minmax4", "minmax4:block=7", "topk", "minmax8"])
 @pytest.mark.parametrize("bad", [1.0, math.nan])
 def test_on_a_gpu_torch_makes_the_same_of_large_vectors_in_pieces(text, bad, request):
-    x, codec = vector((1 << 17) + 2100, 1.0, 8), codec_of(text)
+    x, codec = vector((1 << 15) + 2100, 1.0, 8), codec_of(text)
     x[-3000] = bad
     payloads = [codec.empty(x.numel(), x.device) for _ in range(3)]
     for seed, payload in enumerate(payloads):
@@ -249,7 +249,7 @@ def test_on_a_gpu_torch_makes_the_same_of_large_vectors_in_pieces(text, bad, req
     cut, again = made()
     assert flag == again == (not math.isfinite(bad))
     assert all(map(torch.equal, whole, cut))
-    assert max(lengths) <= 1 << 16 and x.numel() > 2 << 16
+    assert max(lengths) <= 1 << 14 and x.numel() > 2 << 14
 
 
 def test_a_mean_of_blocks_that_are_longer_than_a_piece(monkeypatch):

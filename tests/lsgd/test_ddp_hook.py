@@ -15,18 +15,19 @@ from lsgd.ddp_hook import QuantizedState, _RankGroup
 from lsgd.errors import ConfigError, ExchangeError
 
 from ..integration.running import FORKS
+from ..speed import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 SCRIPT = Path(__file__).with_name("ddp_training.py")
 
 
-def torchrun(processes, *hooks):
-    """Run the script under torchrun; return what came out of each hook."""
+def torchrun(processes, *hooks, **variables):
+    """Run the script under torchrun, with these variables; return what came out of each hook."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **variables}
     done = FORKS.popen([*command, str(SCRIPT), *hooks], env=environ)
-    output, _ = done.communicate(220)
+    output, _ = done.communicate(scaled(220))
     assert done.returncode == 0, output
     found = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
     return {result["hook"]: result for result in found}
@@ -55,11 +56,11 @@ def test_an_overflow_on_one_rank_skips_one_step_on_all(trained):
 
 
 def test_an_odd_number_of_processes():
-    assert len(set(torchrun(3, "feedback")["feedback"]["digests"])) == 1
+    assert len(set(torchrun(3, "feedback", STEPS="10")["feedback"]["digests"])) == 1
 
 
 def test_groups_that_share_no_rank_do_not_mix():
-    first, second, third, fourth = torchrun(4, *["halves"] * 3)["halves"]["digests"]
+    first, second, third, fourth = torchrun(4, *["halves"] * 3, STEPS="10")["halves"]["digests"]
     assert first == second != third == fourth
 
 

@@ -24,6 +24,8 @@ from lsgd.protocol.keys import (
 )
 from lsgd.protocol.sockets import new_key_pair, public_key
 
+from ..speed import scaled
+
 NETWORK = "tcp://10.0.0.1:27400"
 
 
@@ -52,7 +54,7 @@ def test_launchers_that_begin_together_make_one_ring(tmp_path) -> None:
     names, together = [f"node{number}" for number in range(8)], Barrier(8)
 
     def make(number: int) -> None:
-        together.wait(60)
+        together.wait(scaled(60))
         KeyRing.make(tmp_path / "new", names[number:] + names[:number])
 
     with ThreadPoolExecutor(8) as pool:

@@ -1,6 +1,7 @@
 """Strangers at the door of a listener: many of them, and what they can do to those who are in."""
 
 import contextlib
+import math
 import resource
 import socket
 import threading
@@ -17,6 +18,7 @@ from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.sockets import Connector, ConnectorKeys, Listener, new_key_pair, wait_for
 
 from ..integration.running import until
+from ..speed import scaled
 
 FLOOD = 3000
 WITHOUT_KEY = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
@@ -91,11 +93,21 @@ def test_thousands_of_refused_connections_do_not_disturb_who_is_in(listener, lin
     assert f"{FLOOD} connections refused: " in "".join(listener.refusals())
 
 
+def test_who_only_knocks_is_not_refused(listener, link) -> None:
+    """As a node does that looks whether the host of a silent server answers."""
+    until(exchange(listener, link), "the peer is in")
+    for _ in range(3):
+        socket.create_connection(place(listener), timeout=5).close()
+    monitor = listener._monitor
+    until(lambda: listener._monitor.look(math.inf) or monitor.hung_up == 3, "the knocks are over")
+    assert list(listener.refusals()) == []
+
+
 def test_reports_that_nobody_takes_do_not_block_the_socket(listener, link) -> None:
     once = exchange(listener, link)
     until(once, "the peer is in")
     strangers = flood(listener, FLOOD)
-    strangers.join(60)
+    strangers.join(scaled(60))
     assert not strangers.is_alive()
     until(once, "the peer is served")
 

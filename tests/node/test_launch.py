@@ -764,7 +764,7 @@ class TestPlace:
             monkeypatch.setattr(stages, "place_to_serve", lambda *_: offer)
             made = stages.Stages(
                 *(settings, "tcp://127.0.0.1:1", None, None, {}, contextlib.ExitStack()),
-                *(None, Screen(plain=True), print),  # type: ignore[arg-type]
+                *(None, Screen(plain=True), print, print),  # type: ignore[arg-type]
             )
             made._local = object()  # type: ignore[assignment]
             with pytest.raises(ConfigError, match=r"port \d+ of 127.0.0.1 is taken"):

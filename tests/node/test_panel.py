@@ -14,13 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.node.panel import frame
+from lsgd.node.panel import frame, line
 from lsgd.node.screen import Screen
+from lsgd.node.transcript import Transcript
 from lsgd.protocol.events import Event, RoundOrdered, RunProgress
 from lsgd.watch.reader import Batch
 from lsgd.watch.view import RunView
 
 from ..integration.running import LIGHT, until
+from ..speed import scaled
 from .test_launch import TRAIN
 
 ROWS, COLUMNS = 24, 80
@@ -53,7 +55,7 @@ class Terminal:
     def close(self) -> None:
         """Close it, and wait for what was written last."""
         os.close(self.writing)
-        self._thread.join(10)
+        self._thread.join(scaled(10))
         assert not self._thread.is_alive()
 
     def lines(self) -> list[str]:
@@ -111,6 +113,31 @@ def test_a_frame_has_progress_rate_time_left_and_a_line_for_each_worker():
     assert progress.startswith("━") and progress.endswith("50%  1000/2000  50/s  20.0s left  loss 0.25")
     assert first.split() == ["node0/worker0", "trains", "500", "loss", "0.25"]
     assert second.startswith("node1/worker0  away ") and "evicted: nothing" in second and second.endswith("…")
+
+
+def test_a_line_has_the_same_and_each_nodes_share_and_who_is_away():
+    assert (
+        line(run_of(2))
+        == "1000 of 2000 iterations; 50/s; loss 0.25; 20.0s left; node0 50%, node1 50%; away: node1/worker0 (away)"
+    )
+
+
+def test_details_are_in_the_log_alone_and_what_all_workers_say_is_shown_once(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("LSGD_VERBOSE", raising=False)
+    for verbose in (False, True):
+        screen = Screen(plain=True, verbose=verbose)
+        for worker in ("worker0", "worker1"):
+            log = tmp_path / f"{worker}.log"
+            transcript = Transcript(screen, f"node0/{worker}", log, 0, False)
+            said = f"\x1flsgd: a detail\nlsgd: node0/{worker} waits for 10 s\nloss 1\n"
+            transcript.feed(said.encode())
+            transcript.close()
+            assert log.read_text() == said.replace("\x1f", "")
+        screen.close()
+        lines = capfd.readouterr().out.splitlines()
+        waits = "[node0/worker0] lsgd: node0/worker0 waits for 10 s"
+        loss = [f"[node0/worker{index}] loss 1" for index in range(2)]
+        assert len(lines) == 6 if verbose else lines == [waits, *loss]
 
 
 @pytest.mark.parametrize(("leader", "says"), [("node0/worker0", True), ("", False)])
@@ -178,7 +205,7 @@ def test_a_run_on_a_terminal_shows_its_workers_and_ctrl_c_leaves_the_terminal_as
         until(lambda: re.search(r"node0/worker1 +trains", terminal.written), "the panel shows the second worker", 90)
         until(lambda: re.search(r"\d/s", terminal.written), "the panel shows a rate")
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
+        assert process.wait(scaled(60)) == 0
     finally:
         process.kill()
         process.wait()

@@ -255,7 +255,7 @@ def test_unread_output_ends_and_delays_nothing(start, tmp_path):
     reading, writing = os.pipe()
     supervised = start(stdout=writing, worker="seq 100000; touch $HERE/done; echo end")
     os.close(writing)
-    assert supervised.process.wait(60) == 0
+    assert supervised.process.wait(scaled(60)) == 0
     os.close(reading)
     assert (tmp_path / "done").exists()
     assert (tmp_path / "worker.log").read_text().splitlines() == [*map(str, range(1, 100001)), "end"]

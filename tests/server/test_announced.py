@@ -17,6 +17,7 @@ def bench() -> Bench:
     return Bench(plan=make_plan(nodes=3))
 
 
+@pytest.mark.no_cover
 def test_it_begins_with_the_workers_of_all_nodes(bench) -> None:
     places = ("00", "10", "11", "20", "21")
     for node, workers in ((0, 1), (1, 2)):

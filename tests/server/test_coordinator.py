@@ -661,6 +661,7 @@ def leaders_of(rule: str, losses: list[tuple[float | None, ...]], run: str = "ru
     return leaders
 
 
+@pytest.mark.no_cover
 def test_the_lot_elects_all_alike_and_the_same_in_a_run_told_again() -> None:
     shard_is_easier = [(0.1, 0.5, 0.5)] * 300
     leaders = leaders_of("random", shard_is_easier)
@@ -687,6 +688,7 @@ def test_progress_elects_who_has_improved_most_beside_its_own_history() -> None:
     assert leaders_of("progress", [(0.0, 1.0, 1.0), (0.5, 1.1, 1.2)])[-1] == 1  # a usual loss of zero
 
 
+@pytest.mark.no_cover
 def test_history_of_a_large_run_is_bounded() -> None:
     places = [f"{n}{i}" for n in range(10) for i in range(8)]
     bench = started(*places, period=1, local_period=1)

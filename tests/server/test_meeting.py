@@ -350,6 +350,7 @@ def test_a_newcomer_that_needs_the_model_of_a_caller_is_not_waited_for() -> None
     assert bench.round("00", "01", "02").new == (1, 2)
 
 
+@pytest.mark.no_cover
 @examples(15)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 1 << 16), st.floats(0, 0.01))
 def test_all_get_one_answer_over_a_bad_network_with_kills(sizes: list[int], seed: int, crash: float) -> None:

@@ -322,6 +322,7 @@ def test_all_make_their_own_steps_and_hold_the_consensus(sizes: list[int], seed:
     assert all(w.stopped_with for w in run.workers) and run.rounds[final].final
 
 
+@pytest.mark.no_cover
 @examples(30)
 @given(queues, st.integers(0, 1 << 16), st.floats(0, 0.1), st.floats(0, 0.02))
 def test_whatever_goes_wrong_the_run_ends(sizes: list[int], seed: int, lose: float, crash: float) -> None:

@@ -229,11 +229,11 @@ class Link:
         listening = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(listening,), daemon=True)
         self._thread.start()
-        assert listening.wait(10)
+        assert listening.wait(scaled(10))
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(scaled(10))
 
     def _run(self, listening: threading.Event) -> None:
         server = self._loop.run_until_complete(asyncio.start_server(self._accept, "127.0.0.1", 0))

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from lsgd.node import storing
 from lsgd.node.storing import Storing
 from lsgd.store.manifest import manifest_of
 
-from ..integration.running import until
+from ..integration.running import FORKS, Fork, until
 from ..speed import scaled
 from .servers import S3, Google, Link, Server, Sftp
 
@@ -57,7 +56,7 @@ def uploading(
     yield start
     for each in started:
         each._kill()
-        each.join(10)
+        each.join(scaled(10))
 
 
 def checkpoint(folder: Path, count: int, nbytes: int) -> tuple[str, Path]:
@@ -152,7 +151,7 @@ raise ImportError
 def test_signals_between_the_run_and_the_wait_for_the_store_end_nothing(tmp_path) -> None:
     server = SimpleNamespace(url=lambda port, run: f"file://{tmp_path}/store/{run}", variables=lambda port: os.environ)
     (tmp_path / "matplotlib.py").write_text(BETWEEN)
-    run = launch(tmp_path, server, 0, "--store", server.url(0, "run"), LSGD_ITERATIONS="20")
+    run = launch(tmp_path, server, 0, "--store", server.url(0, "run"), LSGD_ITERATIONS="20", DRAWS="1")
     output, _ = run.communicate(timeout=scaled(90))
     assert run.returncode == 0, output
     assert f"[launch] SIGHUP: file://{tmp_path}/store/run gets the last files of this run first" in output
@@ -162,19 +161,13 @@ def test_signals_between_the_run_and_the_wait_for_the_store_end_nothing(tmp_path
     assert list(tmp_path.glob(f"store/run/checkpoints/*/{count}/node0-worker0.safetensors.json"))
 
 
-def launch(folder: Path, server: Server, port: int, *arguments: str, **more: str) -> subprocess.Popen[str]:
+def launch(folder: Path, server: Server, port: int, *arguments: str, **more: str) -> Fork:
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(TRAIN)
     command = [sys.executable, "-m", "lsgd.client", "launch", "--workers", "1", "--device", "cpu", *arguments]
     often = {"LSGD_ALGORITHM": "local", "LSGD_PERIOD": "8", "LSGD_CHECKPOINT_EVERY": "50"}
-    return subprocess.Popen(
-        [*command, "--", "python", "train.py", server.url(port, "model")],
-        cwd=folder,
-        env={**server.variables(port), **often, **more},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command += ["--", sys.executable, "train.py", server.url(port, "model")]
+    return FORKS.popen(command, cwd=folder, env={**server.variables(port), **often, **more})
 
 
 @pytest.mark.parametrize("server", [S3, Sftp, Google], indirect=True, ids=["s3", "sftp", "gs"])

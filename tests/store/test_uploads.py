@@ -40,6 +40,8 @@ from lsgd.store.objects import Store, StoreError
 from lsgd.store.restore import restore
 from lsgd.store.upload import Uploads, serve
 
+from ..speed import scaled
+
 
 class Clock:
     """A time that passes only when something waits."""
@@ -737,7 +739,7 @@ class Ending:
         with self.store.noticing():
             self.store.begin(self.told.append)
             self.store.finish(wait_s=300.0)
-        self.store.join(20)
+        self.store.join(scaled(20))
         return self.told
 
 

@@ -15,7 +15,7 @@ from lsgd.protocol.messages import Moved, Place, encode
 from lsgd.protocol.sockets import Listener, wait_for
 from lsgd.watch.reader import Reader
 
-from ..integration.running import DEADLINE_S
+from ..integration.running import DEADLINE_S, until
 
 SAID = "the other part has more. The run continues on node1, at tcp://10.0.0.2:27400: follow it there"
 
@@ -65,9 +65,12 @@ def test_each_command_says_where_the_run_continues(moved, tmp_path, monkeypatch,
 
 def test_the_panel_of_a_launcher_says_it_too(moved) -> None:
     shown: list[list[str]] = []
-    panel = Panel(SimpleNamespace(panel=shown.append), moved, insecure=True)  # type: ignore[arg-type]
-    panel.run()
-    assert shown == [[f"no progress is shown: {SAID}"]]
+    screen = SimpleNamespace(panel=shown.append, is_terminal=True)
+    panel = Panel(screen, lambda: (moved, None))  # type: ignore[arg-type]
+    panel.start()
+    until(lambda: shown, "it says so")
+    panel.close()
+    assert shown[0] == [f"no progress is shown: {SAID}"]
 
 
 def test_a_reader_raises_it_each_time(moved) -> None:

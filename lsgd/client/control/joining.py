@@ -37,6 +37,7 @@ from lsgd.errors import (
     ServerLostError,
 )
 from lsgd.flat import describe
+from lsgd.output import detail
 from lsgd.plan.plan import Plan
 from lsgd.protocol.messages import (
     PROTOCOL,
@@ -311,12 +312,20 @@ class _Stderr(logging.StreamHandler[TextIO]):
         super().emit(record)
 
 
+class _Formatter(logging.Formatter):
+    """Marks what is only information as a detail, for `lsgd launch`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        return line if record.levelno > logging.INFO else "\n".join(map(detail, line.split("\n")))
+
+
 def log_to_stderr(level: int = logging.INFO) -> None:
     """Show lsgd's messages from this level up, even if the program has not set up logging."""
     if logger.handlers or logging.getLogger().handlers:
         return
     handler = _Stderr()
-    handler.setFormatter(logging.Formatter("lsgd: %(message)s"))
+    handler.setFormatter(_Formatter("lsgd: %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(level)
 

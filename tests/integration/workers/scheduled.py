@@ -36,7 +36,7 @@ if not options.untold:
     worker.follow(scheduler)
 rates = []
 for step in range(worker.step, options.steps):
-    give_up_at = time.monotonic() + 60.0
+    give_up_at = time.monotonic() + 600.0
     while str(step) in options.wait_at and not (folder / f"life-{options.wait_at[str(step)]}").exists():
         assert time.monotonic() < give_up_at, "the other worker does not come"
         worker.status()

@@ -25,7 +25,7 @@ def under_way_nbytes() -> int:
 
 def sent_nbytes() -> int:
     """Return the bytes that this machine has sent, with the headers of every packet, when none is under way."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while left := under_way_nbytes():
         assert time.monotonic() < deadline, f"{left} bytes are under way"
         time.sleep(0.0005)
