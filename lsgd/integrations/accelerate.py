@@ -89,28 +89,25 @@ class LsgdLoop(Integration):
         for each in prepared:  # of those that do not say how long they are, or are several, the script has to say
             if not counts(each) or (length_of(each) is not None and counting[optimizer_of(each)] == 1):
                 worker.follow(each)
-        self._hook = self._model.register_forward_pre_hook(self._before_forward)
+        self._hooks = [self._model.register_forward_pre_hook(self._before_forward)]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._muted.close()
-        self._hook.remove()
         try:
             if error is None:
                 self._leave()
         except BaseException as late:
-            kind, error, trace = type(late), late, late.__traceback__
+            error = late
             raise
         finally:
-            self.worker.__exit__(kind, error, trace)
+            self._close(error)
 
     @property
     def worker(self) -> Worker:
         """The worker; available inside the block and after it."""
-        assert self._worker is not None, "the with block of LsgdLoop has not begun"
-        return self._worker
+        return self._joined
 
     @property
     def stopped(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.integrations.saved import Saved
-from lsgd.integrations.shared import Integration, is_saver, say_who_ends, state_of_run
+from lsgd.integrations.shared import Integration, is_saver, state_of_run
 
 try:
     from lightning.fabric.utilities.cloud_io import get_filesystem
@@ -59,8 +59,7 @@ class LsgdCallback(Integration, Callback):
     @property
     def worker(self) -> Worker:
         """The worker; available once training has begun."""
-        assert self._worker is not None, "the worker joins when training begins"
-        return self._worker
+        return self._joined
 
     # -- the hooks of a Trainer, in their order ----------------------------------------------------------------
 
@@ -91,9 +90,7 @@ class LsgdCallback(Integration, Callback):
         if not isinstance(trainer.strategy.checkpoint_io, _OneSaves):
             trainer.strategy.checkpoint_io = _OneSaves(trainer.strategy.checkpoint_io, self)
         steps = trainer.estimated_stepping_batches  # -1 for a stream that nothing limits
-        if not worker.plan.run.has_end and is_one and 0 < steps < math.inf:
-            worker.steps = int(steps)  # so a worker that is started again goes on where the others are
-        say_who_ends(worker, steps if steps >= 0 else math.inf, "max_steps, or max_epochs")
+        self._expect(steps, "max_steps, or max_epochs", counts=is_one)
         self._follow_schedules(trainer, steps if is_one else math.inf)
         for each in trainer.callbacks:
             if isinstance(each, EarlyStopping):
@@ -103,8 +100,7 @@ class LsgdCallback(Integration, Callback):
         """Get an iteration; if there is none left, stop the Trainer and skip the batch."""
         worker = self.worker
         worker.close_step()
-        is_over = 0 < worker.steps <= worker.step  # that of a worker that is resumed, or late
-        if is_over or not worker.begin_step():
+        if self._has_made_all or not worker.begin_step():
             trainer.should_stop = True
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = 0  # they would delay the stop
             raise StopIteration  # ends the epoch, as -1 from the module's hook does
@@ -159,10 +155,8 @@ class LsgdCallback(Integration, Callback):
     # -- helpers -----------------------------------------------------------------------------------------------
 
     def _close(self, error: BaseException | None) -> None:
-        self._muted.close()
         self._closed = True
-        if self._worker is not None:
-            self.worker.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+        super()._close(error)
 
     def _follow_schedules(self, trainer: Trainer, steps: float) -> None:
         """Let the module's scheduler follow the run; of manual optimization, or of several, the module has to say."""
@@ -173,15 +167,11 @@ class LsgdCallback(Integration, Callback):
             elif one and trainer.lightning_module.automatic_optimization and 0 < steps < math.inf:
                 per_epoch = math.ceil(trainer.num_training_batches / trainer.accumulate_grad_batches)
                 passes = steps if config.interval == "step" else math.ceil(steps / per_epoch)
-                scheduled = partial(self._scheduled, trainer, int(steps), int(passes) // config.frequency)
-                self.worker.follow(config.scheduler, scheduled)
+                length = int(passes) // config.frequency
+                self.worker.follow(config.scheduler, partial(self._place_of, trainer, steps, length))
 
-    def _scheduled(self, trainer: Trainer, steps: int, length: int) -> int:
-        """Return how many of ``length`` steps a scheduler is to have made, by the run's progress."""
-        worker = self.worker
-        if worker.steps:
-            return worker.step * length // worker.steps
-        return int(min(1.0, max(worker.progress, trainer.global_step / steps)) * length)
+    def _place_of(self, trainer: Trainer, steps: float, length: int) -> int:
+        return self._scheduled(trainer.global_step, steps, length)
 
     def _pause(self) -> None:
         """Pause until the next batch, unless paused already."""

@@ -1,6 +1,7 @@
 """What the integrations have in common."""
 
 import logging
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -47,6 +48,12 @@ class Integration:
         self._options = options
         self._data: TrainerData | None = None
         self._muted = ExitStack()
+        self._hooks: list[Any] = []  # on the model, while it trains
+
+    @property
+    def _joined(self) -> Worker:
+        assert self._worker is not None, "the worker joins when training begins"
+        return self._worker
 
     @property
     def rank(self) -> int:
@@ -77,13 +84,46 @@ class Integration:
                 self._data.begin_own()
         return self._worker
 
+    def _expect(self, steps: float, limits: str, *, counts: bool = True) -> None:
+        """Note how many steps the trainer makes, and log what ends training.
+
+        If the plan has no end, they end the run, and a worker that is started again goes on where the others are.
+        ``counts``: whether each of them is an iteration; ``limits``: what sets their number.
+        """
+        worker = self._joined
+        if not worker.plan.run.has_end and counts and 0 < steps < math.inf:
+            worker.steps = int(steps)
+        say_who_ends(worker, steps if steps >= 0 else math.inf, limits)
+
+    @property
+    def _has_made_all(self) -> bool:
+        """Whether the trainer's own steps are made, as those of a worker that is resumed, or late, may be."""
+        return 0 < self._joined.steps <= self._joined.step
+
+    def _scheduled(self, done: int, steps: float, length: int) -> int:
+        """Return how many of ``length`` steps a scheduler is to have made, by the run's progress.
+
+        ``done`` of the trainer's own ``steps`` are made.
+        """
+        worker = self._joined  # without a length in the plan, the run's progress falls when a fast worker leaves
+        run = worker.step * length // worker.steps if worker.steps else int(worker.progress * length)
+        return min(length, max(run, int(done * length / steps)))
+
     def _leave(self) -> None:
         """Leave the run, because the trainer stops; wait for the other trainers if their own steps end the run."""
-        assert self._worker is not None
-        if self._worker.steps and not self._worker.stopped:
-            self._worker.finish()
+        if self._joined.steps and not self._joined.stopped:
+            self._joined.finish()
         else:
-            self._worker.leave()
+            self._joined.leave()
+
+    def _close(self, error: BaseException | None) -> None:
+        """End training as the end of ``with Worker.join(...)`` does: it tells the run of an error."""
+        self._muted.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._worker is not None:
+            self._worker.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
 
     def _place(self) -> tuple[int, int]:
         """Return the worker's part of the data, and how many there are; (0, 1) before it has joined."""
@@ -91,9 +131,8 @@ class Integration:
 
     def _alike(self, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Return the means of metrics over all workers, which meet here, so that all decide alike by them."""
-        assert self._worker is not None
         names = {name: re.sub(r"[^\w./-]", "_", name)[:MAX_LOGGED_NAME] for name in metrics}
-        means = self._worker.mean({names[name]: value for name, value in metrics.items()}) if metrics else {}
+        means = self._joined.mean({names[name]: value for name, value in metrics.items()}) if metrics else {}
         return {name: means[short] for name, short in names.items()}
 
     def _consume(self) -> None:
@@ -105,8 +144,7 @@ class Integration:
         """Exchange no gradients until the next call if the next backward pass only accumulates them."""
         self._muted.close()
         if accumulates:
-            assert self._worker is not None
-            self._muted.enter_context(self._worker.no_sync())
+            self._muted.enter_context(self._joined.no_sync())
 
 
 def is_saver(worker: Worker) -> bool:

@@ -4,7 +4,6 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
-from lsgd.integrations.shared import Integration, is_saver, say_who_ends, state_of_run
+from lsgd.integrations.shared import Integration, is_saver, state_of_run
 from lsgd.schedulers import counts
 
 try:
@@ -58,7 +57,6 @@ class LsgdCallback(Integration, TrainerCallback):
         self._has_losses = False  # the model has returned one
         self._summed = False  # whether they add up to the step's loss
         self._saves = True  # whether this is the worker that may save now
-        self._hooks: list[Any] = []
         self._save_strategy = SaveStrategy.NO
 
     @property
@@ -72,12 +70,7 @@ class LsgdCallback(Integration, TrainerCallback):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._muted.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self.worker is not None:
-            self.worker.__exit__(kind, error, trace)
+        self._close(error)
 
     # -- the events of a Trainer, in their order ---------------------------------------------------------------
 
@@ -101,7 +94,7 @@ class LsgdCallback(Integration, TrainerCallback):
         check(args)
         if self._hooks:  # of an earlier training that was interrupted
             args.save_strategy = self._save_strategy
-            self.__exit__(None, None, None)
+            self._close(None)
         self._has_losses, self._at_end = False, None
         self._losses.clear()
         self._shard(train_dataloader, args.data_seed or 0)  # args.seed may be another on each worker
@@ -112,11 +105,9 @@ class LsgdCallback(Integration, TrainerCallback):
         ]
         self._save_strategy = args.save_strategy
         state.is_world_process_zero = worker.first  # has the progress bar; later, that must not change
-        if not worker.plan.run.has_end:
-            worker.steps = state.max_steps  # so one that is started again goes on where the others are
-        say_who_ends(worker, state.max_steps, "max_steps, or num_train_epochs")
+        self._expect(state.max_steps, "max_steps, or num_train_epochs")
         if counts(lr_scheduler):
-            worker.follow(lr_scheduler, partial(self._scheduled, state))
+            worker.follow(lr_scheduler, lambda: self._scheduled(state.global_step, state.max_steps, state.max_steps))
         else:
             worker.follow(lr_scheduler)
         worker.follow(Decisions(state, callbacks_here()))
@@ -134,8 +125,7 @@ class LsgdCallback(Integration, TrainerCallback):
         worker = self._joined
         with self._leaving_on_error():
             worker.close_step()
-            is_over = 0 < worker.steps <= worker.step  # that of a worker that is resumed, or late
-            if is_over:
+            if is_over := self._has_made_all:
                 self._leave()
             has_step = not is_over and worker.begin_step()
         args.save_strategy = self._save_strategy
@@ -212,14 +202,9 @@ class LsgdCallback(Integration, TrainerCallback):
         args.save_strategy = self._save_strategy
         with self._leaving_on_error():
             self._leave()
-        self.__exit__(None, None, None)
+        self._close(None)
 
     # -- helpers -----------------------------------------------------------------------------------------------
-
-    @property
-    def _joined(self) -> Worker:
-        assert self._worker is not None
-        return self._worker
 
     @contextmanager
     def _leaving_on_error(self) -> Iterator[None]:
@@ -227,7 +212,7 @@ class LsgdCallback(Integration, TrainerCallback):
         try:
             yield
         except Exception as error:
-            self.__exit__(type(error), error, error.__traceback__)
+            self._close(error)
             raise
 
     def _share_decisions(self, args: TrainingArguments, state: TrainerState, logs: dict[str, Any]) -> None:
@@ -241,14 +226,6 @@ class LsgdCallback(Integration, TrainerCallback):
             with self._leaving_on_error():
                 logs |= self._alike({metric: logs[metric]})
             state.log_history[-1] |= {metric: logs[metric]}
-
-    def _scheduled(self, state: TrainerState) -> int:
-        """Return how many steps the Trainer's schedule is to have made, by the run's progress."""
-        worker = self._joined  # without a length in the plan, the run's progress falls when a fast worker leaves
-        done = worker.step / worker.steps if worker.steps else worker.progress
-        share: float = min(1.0, max(done, state.global_step / state.max_steps))
-        steps: int = state.max_steps
-        return round(share * steps)
 
     def _stop(self, control: TrainerControl) -> None:
         """Stop the Trainer; the end of the epoch follows, with the last evaluation and saving."""

@@ -519,7 +519,8 @@ class Generation:
     others: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.nodes) != len(self.node_sizes) or sum(self.node_sizes) != len(self.indices):
+        fits = len(self.nodes) == len(self.node_sizes) and sum(self.node_sizes) == len(self.indices)
+        if not fits or min(self.node_sizes, default=1) < 1:
             raise ProtocolError(
                 f"a generation of {len(self.indices)} members on {len(self.nodes)} nodes of the sizes {self.node_sizes}"
             )

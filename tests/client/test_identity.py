@@ -1,5 +1,9 @@
 """Who this worker is: our own variables before torchrun's before Slurm's."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -104,3 +108,23 @@ def test_who_comes_too_late_does_not_make_torchrun_end_its_neighbors(environ, en
     late = RunOverError("the run is over", in_order=ends)
     assert late.code == late.exit_code == (0 if ends else 69)
     assert RunOverError.exit_code == 69
+
+
+SPAWNS = """
+import multiprocessing
+from lsgd.client.control.identity import identify
+print("worker", identify().index, flush=True)
+if multiprocessing.parent_process() is None:
+    process = multiprocessing.get_context("spawn").Process(target=print)
+    process.start()
+    process.join()
+"""
+
+
+def test_a_process_that_only_imports_the_script_is_no_worker(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNS)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("LSGD_")}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environ, check=False)
+    assert done.stdout == "worker 0\n"
+    assert "only imports the script to begin. What a script does goes into a function" in done.stderr

@@ -253,9 +253,9 @@ def test_a_step_has_the_learning_rate_of_the_runs_progress(place) -> None:
     transformers = pytest.importorskip("transformers")
     callback, state = importlib.import_module(MODULE).LsgdCallback(), transformers.TrainerState(max_steps=100)
     callback._worker = SimpleNamespace(**place)
-    assert callback._scheduled(state) == 75
+    assert callback._scheduled(state.global_step, 100, 100) == 75
     state.global_step = 80
-    assert callback._scheduled(state) == 80, "the Trainer's own steps end it"
+    assert callback._scheduled(state.global_step, 100, 100) == 80, "the Trainer's own steps end it"
 
 
 @pytest.mark.parametrize(("step", "stops"), [(38, False), (39, True)])

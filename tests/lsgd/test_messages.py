@@ -269,7 +269,9 @@ def test_the_largest_generation_fits() -> None:
     assert generation.members[-1] == "node8191/worker7" and generation.node_sizes == (8,) * 8192
 
 
-@pytest.mark.parametrize("change", [{"nodes": (1, 2)}, {"node_sizes": (3,)}, {"indices": (0,)}])
+@pytest.mark.parametrize(
+    "change", [{"nodes": (1, 2)}, {"node_sizes": (3,)}, {"indices": (0,)}, {"nodes": (1, 2), "node_sizes": (-1, 3)}]
+)
 def test_a_generation_whose_numbers_do_not_agree_is_refused(change: dict[str, tuple[int, ...]]) -> None:
     kind, *fields = msgpack.unpackb(encode(Go(1, ROUND, 0.0)))
     wrong = {**dataclasses.asdict(ROUND.generation), **change}

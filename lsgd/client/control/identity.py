@@ -1,5 +1,6 @@
 """Who and where this worker is, from lsgd's variables, else torchrun's, else Slurm's; and on which address."""
 
+import multiprocessing
 import os
 import secrets
 from collections.abc import Mapping
@@ -52,8 +53,15 @@ def identify(environ: Mapping[str, str] = os.environ) -> Identity:
     """Return this process's identity.
 
     Raises:
-        ConfigError: a variable is not a whole number, or starts with ``LSGD_`` and is unknown.
+        ConfigError: a variable is not a whole number, or starts with ``LSGD_`` and is unknown; or a process of another
+            one, such as a loader's, only imports the script.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself looks
+        raise ConfigError(
+            "this process was started by another one of the script (by spawn or forkserver, for a DataLoader, say), "
+            "and only imports the script to begin. What a script does goes into a function, which it calls under "
+            '`if __name__ == "__main__":`'
+        )
     check_variables(environ)
     run_dir, resume = environ.get("LSGD_RUN_DIR"), environ.get("LSGD_RESUME")
     return Identity(
