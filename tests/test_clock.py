@@ -20,6 +20,8 @@ FOR_PEOPLE = {
     ("server/daemon.py", "strftime"),  # before each line that a server prints
     ("output.py", "strftime"),  # before each line of a node and of its store
     ("cli/commands.py", "strftime"),  # the name of a run's folder
+    ("pairing/up.py", "strftime"),
+    ("cli/stacks.py", "time"),  # how long a process has been running
     ("cli/runs.py", "datetime"),  # when a run began
     ("cli/runs.py", "strftime"),
     ("server/report.py", "datetime"),  # when a run began

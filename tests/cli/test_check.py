@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +10,8 @@ from click.testing import CliRunner
 
 from lsgd.cli.commands import main
 
-from ..integration.running import LIGHT, holders, until
+from ..check.scripts import start
+from ..integration.running import holders, until
 from ..speed import scaled
 
 RIGHT = Path(__file__).parents[1] / "check" / "right" / "own_loop.py"
@@ -48,14 +48,12 @@ def test_an_estimate() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_nothing_is_left_of_a_check_that_is_interrupted(tmp_path, number) -> None:
     token = f"of-{tmp_path.name}-{number}"
-    command = [sys.executable, "-m", "lsgd.client", "check", "--only", "1", "--", "python", str(RIGHT)]
-    environ = {**os.environ, **LIGHT, "TMPDIR": str(tmp_path), "CHECKED": token}
-    with (tmp_path / "output").open("wb") as output:
-        check = subprocess.Popen(command, env=environ, cwd=tmp_path, stdout=output, stderr=output)
+    command = [sys.executable, "-m", "lsgd.client", "check", "--only", "1", "--", sys.executable, str(RIGHT)]
+    check = start(command, {**os.environ, "TMPDIR": str(tmp_path), "CHECKED": token}, tmp_path, tmp_path / "output")
     facts = tmp_path.glob
     until(lambda: [*facts("lsgd-check-*/straight/check/facts-straight/*.jsonl")], "workers join")
-    check.send_signal(number)
-    check.wait(scaled(60.0))
-    assert check.returncode not in (0, None)
+    os.kill(check.pid, number)
+    until(lambda: check.poll() is not None, "it ends", scaled(60.0))
+    assert check.poll() != 0
     until(lambda: not holders(token), "all that it has started has ended")
     assert not [*facts("lsgd-check-*")]

@@ -24,7 +24,8 @@ from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.errors import ExchangeError
 from lsgd.protocol.credentials import run_certificate
 
-from ..integration.running import until
+from ..integration.running import FORKS, until
+from ..integration.test_two_nodes import finish
 from ..speed import scaled
 from .bench import CERTIFICATE, Switchboard
 from .meshes import all_at_once, clock, members
@@ -318,11 +319,15 @@ def test_who_sits_on_the_way_reads_nothing_of_what_is_encrypted(kind) -> None:
         capture = second.popen([sys.executable, "-m", "tests.client.capture", pattern], **python)
         assert capture.stdout.readline() == "ready\n"
         member = [sys.executable, "-m", "tests.client._tcp_member"]
-        processes = [
-            host.popen([*member, str(host.index), first.address, host.address, kind, pattern], **python)
-            for host in testbed.hosts
-        ]
-        assert [process.wait(scaled(60)) for process in processes] == [0, 0]
+        finish(
+            [
+                FORKS.popen(
+                    [*member, str(host.index), first.address, host.address, kind, pattern],
+                    **{"cwd": ROOT, "env": os.environ, "host": host.pid},
+                )
+                for host in testbed.hosts
+            ]
+        )
         nbytes, found = json.loads(capture.communicate()[0])
     assert nbytes > 2 * 1_000_000
     assert (found > 20) if kind == "plain" else (found == 0)

@@ -21,6 +21,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -144,6 +145,7 @@ def become(program: Program, environ: Mapping[str, str], keep: Collection[int] =
         write_stacks_when_asked()
         os.environ.clear()
         os.environ.update(environ)
+        tempfile.tempdir = None  # it is where these variables say
         show(program.command, environ)
         sys.argv = [program.name, *program.arguments]
         own = [path for path in environ.get("PYTHONPATH", "").split(":") if path and path not in _path]

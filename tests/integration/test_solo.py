@@ -15,8 +15,9 @@ from lsgd.client.control.identity import Identity
 from lsgd.client.control.solo import Solo, is_alone
 from lsgd.errors import ConfigError
 
+from ..check.scripts import start
 from ..speed import scaled
-from .running import LIGHT, holders, until
+from .running import holders, until
 
 TRAIN = """
 import sys, time, torch
@@ -54,15 +55,12 @@ class Script:
         (folder / "tmp").mkdir()
         known = {name: value for name, value in os.environ.items() if not name.startswith("LSGD_")}
         own = {"TMPDIR": str(folder / "tmp"), "XDG_RUNTIME_DIR": str(folder), "SCRIPT": self.token}
-        environ = known | LIGHT | own | variables
-        with (folder / "output").open("wb") as output:
-            command = [sys.executable, "my_script.py", *arguments]
-            self.process = subprocess.Popen(
-                command, cwd=folder, env=environ, stdout=output, stderr=output, start_new_session=True
-            )
+        command = [sys.executable, "my_script.py", *arguments]
+        self.process = start(command, known | own | variables, folder, folder / "output")
 
     @property
     def output(self) -> str:
+        self.process.poll()
         return (self.folder / "output").read_text()
 
     def trains(self) -> None:
@@ -74,9 +72,9 @@ class Script:
 
     def ends(self) -> int:
         """Return the exit code, when there is one and nothing is left."""
-        code = self.process.wait(scaled(60))
+        until(lambda: self.process.poll() is not None, "it ends", scaled(60))
         until(lambda: not self.left() and not os.listdir(self.folder / "tmp"), "nothing is left")
-        return code
+        return self.process.poll()
 
     def left(self) -> list[int]:
         return holders(self.token)

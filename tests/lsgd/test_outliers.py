@@ -222,8 +222,8 @@ def test_one_that_was_started_again_has_lost_its_residuals_in_every_fragment() -
 def test_the_mean_is_that_of_those_that_count(divisor: str, times: float) -> None:
     algorithm = SparseSettings(divisor=divisor).create([torch.zeros(4096)])
     sums = [[1.0, 0.25, 1.0, 3.0, 0.0, 1.0]] * SIZE
-    assert algorithm._scale(sums, ()) == 1.0
-    assert algorithm._scale(sums, {BAD}) == pytest.approx(times)
+    assert algorithm._lengths(sums, ())[0] == 1.0
+    assert algorithm._lengths(sums, {BAD})[0] == pytest.approx(times)
 
 
 @pytest.mark.parametrize(
