@@ -28,8 +28,8 @@ images = F.interpolate(images, scale_factor=4)
 data = TensorDataset(images[297:], torch.tensor(digits.target[297:]))
 loader = DataLoader(data, batch_size=16, shuffle=True, drop_last=True)
 model = timm.create_model("test_resnet", in_chans=1, num_classes=10)
-optimizer = create_optimizer_v2(model, opt="adamw", lr=3e-3, weight_decay=0.05)
-averaged = ModelEmaV3(model, decay=0.95)
+optimizer = create_optimizer_v2(model, opt="adamw", lr=5e-3, weight_decay=0.05)
+averaged = ModelEmaV3(model, decay=0.8)
 worker = lsgd.wrap(model, optimizer, steps=STEPS, extra={"averaged": averaged})  # lsgd
 loader = worker.shard(loader)  # lsgd
 schedule = CosineLRScheduler(optimizer, t_initial=STEPS, warmup_t=STEPS // 10, warmup_lr_init=1e-4, t_in_epochs=False)
