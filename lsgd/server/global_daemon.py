@@ -523,8 +523,10 @@ class GlobalDaemon:
             is_routine |= note.code == "leaves.left" and bool(self._state.stopping)
             (say if is_routine else tell)(note)
             if begins and generation is not None and generation.number == 1:
-                for line in forecast(self._state.plan, len(generation.indices)):
-                    (self._say if "type " in line else self._note)(line)
+                lines = forecast(self._state.plan, len(generation.indices))
+                show = self._say if any("type " in line for line in lines) else self._note
+                for line in lines:
+                    show(line)
         for worker, incarnation, message in decision.answers:
             self._send_worker(worker, incarnation, message)
 
