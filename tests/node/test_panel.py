@@ -206,7 +206,7 @@ def test_a_run_on_a_terminal_shows_its_workers_and_ctrl_c_leaves_the_terminal_as
         stderr=terminal.writing,
     )
     try:
-        until(lambda: re.search(r"node0/worker1 +trains", terminal.written), "the panel shows the second worker", 90)
+        until(lambda: re.search(r"node0/worker1 +trains", terminal.written), "the panel shows the second worker")
         until(lambda: re.search(r"\d/s", terminal.written), "the panel shows a rate")
         process.send_signal(signal.SIGINT)
         assert process.wait(scaled(60)) == 0
