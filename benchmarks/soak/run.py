@@ -98,7 +98,7 @@ class _Run:
         self._results = folder / "results"
         self._results.mkdir()
         environ = {name: value for name, value in os.environ.items() if not name.startswith("LSGD_")}
-        self._environ = {**environ, "OMP_NUM_THREADS": "1", "LSGD_KEYS": str(folder / "keys")}
+        self._environ = {**environ, "OMP_NUM_THREADS": "1", "LSGD_VERBOSE": "1", "LSGD_KEYS": str(folder / "keys")}
         self._nodes = [Node(host, folder, settings.workers) for host in testbed.hosts[:-1]]
         self._injector = Injector(self._nodes, testbed.hosts[-1], self._environ, self._say)
         self._closing = closing

@@ -158,7 +158,8 @@ class Worker:
             ConfigError: the model, an optimizer, a variable or a checkpoint cannot be used.
         """
         listen_if_asked()
-        leave_ended()
+        if identity is None:  # else there may be several workers in this process, each in a thread
+            leave_ended()
         island, ddp = island_of(model), ddp_of(model)
         model = bare(model)
         log_to_stderr(logging.INFO if island.is_head else logging.WARNING)

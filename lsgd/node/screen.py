@@ -20,6 +20,9 @@ CROWDED_NCHARS = 1 << 16
 SAME_WITHIN_S, MAX_SAID = 60.0, 256
 """For how long a line of lsgd in one worker stands for the same one in others, and for how many lines."""
 
+TRACEBACK = "Traceback (most recent call last):"
+"""Begins what Python says of a mistake."""
+
 _OF_LSGD, _WORKER = "lsgd: ", re.compile(r"node\d+/worker\d+")
 
 LAUNCHER = "[launch] "
@@ -84,19 +87,19 @@ class Screen:
                 self._panel = ()
             self._put(f"{erase}{prefix}{text}\n{self._below()}")
 
-    def repeats(self, prefix: str, text: str) -> bool:
-        """Return whether another worker has just said the same of itself, by lsgd's log; note that this one has."""
-        if not text.startswith(_OF_LSGD):
-            return False
+    def repeats(self, prefix: str, text: str) -> str:
+        """Return who has just said the same of itself, if lsgd's log or Python did; note that this process has."""
+        if not text.startswith((_OF_LSGD, TRACEBACK)):
+            return ""
         now, words = time.monotonic(), _WORKER.sub("", text)
         with self._lock:
             who, at = self._said.get(words, (prefix, -math.inf))
             if who != prefix and now - at < SAME_WITHIN_S:
-                return True
+                return who
             if len(self._said) >= MAX_SAID:
                 self._said.pop(next(iter(self._said)))
             self._said[words] = prefix, now
-        return False
+        return ""
 
     def say(self, text: str) -> None:
         """Write a line from the launcher itself."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from lsgd.node.screen import CONTROL, CONTROL_BUT_COLOUR, Screen
+from lsgd.node.screen import CONTROL, CONTROL_BUT_COLOUR, TRACEBACK, Screen
 from lsgd.output import DETAIL, append, stamped
 from lsgd.protocol.sockets import Wakeup
 
@@ -117,6 +117,7 @@ class Transcript:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._pieces: list[str] = []  # of the unfinished line
         self._nchars = 0
+        self._traceback: list[str] = []  # of which the last line has not come
         self._returned = False  # what comes next overwrites the line
         self._shown_s = time.monotonic()
 
@@ -142,10 +143,34 @@ class Transcript:
         """Finish the output."""
         if self._nchars:
             self._finish()
+        if self._traceback:
+            self._show_traceback()
         if self._live:
             self._screen.live("")
         self._log.close()
         self.closed.set()
+
+    def _show(self, line: str, plain: str) -> None:
+        """Show a line, or of a traceback all of it, unless another process has just said the same."""
+        if who := self._screen.repeats(self._prefix, plain):
+            line = f"the same mistake as in {who.strip()}"
+        if not who or plain.startswith(TRACEBACK):
+            for each in line.split("\n"):
+                self._screen.line(self._prefix, each, self._colour)
+
+    def _holds(self, line: str, plain: str) -> bool:
+        """Return whether a line is part of a traceback, which is shown when its last line has come."""
+        if not self._traceback and not plain.startswith(TRACEBACK):
+            return False
+        self._traceback.append(line)
+        if len(self._traceback) == 1 or plain.startswith(" "):
+            return True
+        self._show_traceback()
+        return True
+
+    def _show_traceback(self) -> None:
+        text, self._traceback = "\n".join(self._traceback), []
+        self._show(text, CONTROL.sub("", text))
 
     def _add(self, text: str) -> None:
         """Add to the unfinished line. What follows a carriage return replaces it."""
@@ -174,8 +199,10 @@ class Transcript:
             if self._live:
                 self._screen.live("")
             coloured = CONTROL_BUT_COLOUR.sub("", line) if self._screen.has_colours else plain
-            if self._screen.verbose or not (is_detail or self._screen.repeats(self._prefix, plain)):
+            if self._screen.verbose:
                 self._screen.line(self._prefix, coloured, self._colour)
+            elif not (is_detail or self._holds(coloured, plain)):
+                self._show(coloured, plain)
         self._shown_s = time.monotonic()
 
 

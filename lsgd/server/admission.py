@@ -1,6 +1,6 @@
 """Who joins the run, and who leaves it."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from lsgd.protocol.messages import Join, NodeHello, Over, Refused, Waiting, Welcome
 from lsgd.run_folder import stage_of
@@ -8,9 +8,8 @@ from lsgd.server import answers, endings
 from lsgd.server.greetings import differences, objection, origin_of
 from lsgd.server.life import Stage
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Member, MemberState, by_place, named
+from lsgd.server.roster import Member, MemberState, by_place
 from lsgd.server.state import RunState
-from lsgd.server.succession import is_minority
 
 
 def join(state: RunState, join: Join) -> None:
@@ -141,41 +140,6 @@ def node_leaves(state: RunState, node: int, reason: Reason) -> None:
         if member.state in (MemberState.HELD, MemberState.CUT, MemberState.FINISHED, MemberState.PAUSED):
             answers.dismiss(state, member)
         answers.recall(state, [member])
-
-
-def let_go(state: RunState) -> None:
-    """Remove the workers of the node that served before this one, once enough nodes follow this server."""
-    if not state.moved:
-        return
-    before, here = state.terms[-2].node, state.announced.keys()
-    nodes = {before, *here, *(m.join.node for m in state.roster.members.values())}
-    if before == state.terms[-1].node or before in here or is_minority(len(nodes), len(here)):
-        return
-    for member in [m for m in state.roster.members.values() if m.join.node == before]:
-        remove(state, member, Why.NODE_GONE(node=before))
-
-
-def _leaves_a_minority(state: RunState, silent: Collection[Member]) -> bool:
-    """Whether the nodes without these are a part that waits for the others, which a standby may serve."""
-    nodes = {m.join.node for m in state.roster.members.values()}
-    here = {m.join.node for m in state.roster.members.values() if m not in silent}
-    return (state.guarded or state.moved) and is_minority(len(nodes), len(here))
-
-
-def evict_silent(state: RunState) -> None:
-    """Evict members whose lease is over; if a standby may continue with most nodes, only after ``patience_s``."""
-    run, before = state.plan.run, state.roster.spared
-    expired = state.roster.expired(state.now, run, trained=state.ledger.count > 0)
-    if expired and _leaves_a_minority(state, expired):
-        expired = [m for m in expired if state.now - m.heard_at > state.patience_s]
-    if not before and (spared := state.roster.spared):
-        quiet_s = state.now - max(m.heard_at for m in spared)
-        waits_s = max(run.server_timeout_s, state.patience_s if _leaves_a_minority(state, spared) else 0.0)
-        state.note(Why.ALL_SILENT(quiet_s=quiet_s, who=named(spared), waits_s=waits_s))
-    for member in expired:
-        granted = member.granted
-        remove(state, member, Why.SILENT(quiet_s=state.now - member.heard_at))
-        member.granted = granted
 
 
 def remove(state: RunState, member: Member, reason: Reason) -> None:

@@ -72,7 +72,7 @@ from lsgd.protocol.messages import (
     Upward,
 )
 from lsgd.protocol.wants import Call, More
-from lsgd.server import admission, answers, endings, meeting, scheduler, succession
+from lsgd.server import admission, answers, endings, evictions, meeting, scheduler, succession
 from lsgd.server.life import Stage
 from lsgd.server.reasons import NO_REASON, Reason, Why
 from lsgd.server.roster import Member, MemberState
@@ -119,11 +119,11 @@ class Coordinator:
         """Act on time alone: leases, deadlines, the run's length. Call it a few times a second."""
         self._set_time(now)
         state, run = self.state, self.state.plan.run
-        admission.let_go(state)
-        admission.evict_silent(state)
+        evictions.evict_lost_node(state)
+        evictions.evict_silent(state)
         if run.seconds and state.started_at is not None and now - state.started_at >= run.seconds:
             endings.stop(state, Why.TIME_OVER(seconds=run.seconds))
-        endings.evict_stragglers(state)
+        evictions.evict_stragglers(state)
         endings.fail_stuck(state)
         endings.end_stalled(state)
         admission.end_waiting(state)
@@ -206,9 +206,7 @@ class Coordinator:
         state = self.state
         member = state.roster.find(message.worker, message.incarnation)
         if member is None and not state.closed:
-            member = state.roster.take_back(message.worker, message.incarnation)
-            if member is not None:
-                state.note(Why.BACK(worker=member.worker, model=member.model))
+            member = evictions.take_back(state, message.worker, message.incarnation)
         return member
 
     def _from_member(self, member: Member, message: Upward) -> None:
@@ -231,7 +229,7 @@ class Coordinator:
             case Completed(_, _, round_id, sent_nbytes, lacking, transfer_s):
                 endings.committed(self.state, member, round_id, sent_nbytes, transfer_s, lacking=lacking)
             case Failed(_, _, round_id, error, broken):
-                endings.dropped(self.state, member, round_id, error, broken)
+                evictions.dropped(self.state, member, round_id, error, broken)
             case Pause():
                 self._pause(member, message)
             case Leave(_, _, done, failed, reason, committed):

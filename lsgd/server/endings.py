@@ -9,8 +9,8 @@ from lsgd.protocol.events import RoundCompleted, RoundFailed
 from lsgd.protocol.messages import GenerationOver, Refused
 from lsgd.server import answers
 from lsgd.server.life import Stage
-from lsgd.server.links import connected, named_pairs, pairs_of, unreachable, whole_nodes
-from lsgd.server.reasons import CHECK, Reason, Why
+from lsgd.server.links import named_pairs
+from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Has, Member, MemberState, OpenRound, finite, named
 from lsgd.server.state import RunState
 
@@ -106,41 +106,13 @@ def found(state: RunState, member: Member, round_id: int, missed: Sequence[int])
         state.note(Why.RELAYED(**named_pairs([f"node{a} and node{b}" for a, b in pairs])))
 
 
-def dropped(state: RunState, member: Member, round_id: int, error: str, broken: Sequence[int] = ()) -> None:
-    """Note that a member could not complete a round; ``broken``: pairs of ranks that cannot reach each other."""
-    opened = member.round
-    if opened is None or opened.round.id != round_id:
-        return
-    if opened.round.probe and (pairs := pairs_of(broken, len(opened.round.generation.indices))):
-        _cut_off(state, opened, pairs)
-    else:
-        _fail(state, opened, Why.ERROR(worker=member.worker, error=error))
-
-
 def left_round(state: RunState, member: Member, why: Why, **values: object) -> None:
     """Note that a member will not complete the round that it is in, if any."""
     if member.round is not None:
-        _fail(state, member.round, why(worker=member.worker, **values))
+        fail_round(state, member.round, why(worker=member.worker, **values))
 
 
-def _cut_off(state: RunState, opened: OpenRound, pairs: Sequence[tuple[int, int]]) -> None:
-    """Fail a round because members cannot reach each other, and continue without as few as possible."""
-    names, everybody = opened.round.generation.members, state.roster.members
-    members = {rank: everybody[name] for rank, name in enumerate(names) if name in everybody}
-    holders = {rank for rank, m in members.items() if m.synced}
-    holders = holders or {rank for rank, m in members.items() if m.has is Has.OLDER}
-    kept = connected(len(names), pairs, holders)
-    cut = [rank for rank in range(len(names)) if rank not in kept]
-    reason = unreachable(names, pairs)
-    state.book.failures = 0  # so that this failure ends no run
-    _fail(state, opened, reason)
-    state.book.failures = 0
-    wait_s = state.links.cut((names[rank] for rank in cut), reason, state.now)
-    who = whole_nodes(names, cut)
-    state.note(Why.EVICTED_LINK(who=who, wait_s=wait_s, reason=reason, check=CHECK))
-
-
-def _fail(state: RunState, opened: OpenRound, reason: Reason) -> None:
+def fail_round(state: RunState, opened: OpenRound, reason: Reason) -> None:
     """End a round that somebody could not complete: members that have not completed it drop it and ask again."""
     state.book.fail(opened, counts=not state.roster.broken)
     state.happened(RoundFailed(opened.round.id, reason.code, str(reason)))
@@ -159,33 +131,6 @@ def end_generation(state: RunState, reason: Reason) -> None:
     for member in state.roster.end_generation(reason):
         assert state.roster.generation is not None
         state.answer(member, GenerationOver(state.roster.generation.number, reason))
-
-
-def evict_stragglers(state: RunState) -> None:
-    """Let the next round start without members that have kept all others waiting for ``patience_s``.
-
-    A member in an open round is no straggler: that round completes or fails by its own deadlines. While only
-    stragglers have the run's model, the others keep waiting: without it they would start over.
-    """
-    roster, patience_s = state.roster, state.patience_s
-    if state.now - state.moved_at < patience_s:
-        return
-    if state.book.open or not 0 < roster.held < roster.live:
-        return
-    stragglers = roster.within(MemberState.BUSY)
-    held = roster.within(MemberState.HELD)
-    if not state.stopping and all(m.call for m in held):  # they wait for its call, not for a round
-        return
-    if not state.stopping and any(m.synced for m in stragglers) and not any(m.synced for m in held):
-        return
-    are, them = ("is", "it") if len(stragglers) == 1 else ("are", "them")
-    words = {"who": named(stragglers), "are": are, "them": them, "patience_s": patience_s}
-    reason = Why.EVICTED(id=state.book.next_id, **words)
-    state.note(reason)
-    end_generation(state, reason)
-    state.ledger.set_aside(stragglers)
-    for member in stragglers:
-        roster.move(member, MemberState.STRAGGLER, reason)
 
 
 def end_stalled(state: RunState) -> None:
@@ -211,4 +156,4 @@ def fail_stuck(state: RunState) -> None:
         return
     state.moved_at = state.now
     for opened in list(state.book.open.values()):
-        _fail(state, opened, Why.STUCK(who=named(opened.waiting), longest_s=longest_s))
+        fail_round(state, opened, Why.STUCK(who=named(opened.waiting), longest_s=longest_s))

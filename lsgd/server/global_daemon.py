@@ -328,7 +328,7 @@ class GlobalDaemon:
         except ProtocolError as error:
             self._complain_of(peer, str(error))
 
-    def _dispatch(self, peer: bytes, message: Message, now: float, frame: bytes) -> None:
+    def _dispatch(self, peer: bytes, message: Message, now: float, frame: bytes = b"") -> None:
         if self._listener.secured and (claimed := node_of(message)) and claimed != peer.partition(b"#")[0].decode():
             self._complain_of(peer, f"it speaks for {claimed}")
             return
@@ -354,7 +354,7 @@ class GlobalDaemon:
                     self._nodes.pop(node, None)
                     self._send(peer, b"", Left())
             case Meet():
-                self._inputs.add(self._state, Kind.MEET, now, frame)
+                self._inputs.add(self._state, Kind.MEET, now, frame or encode(message))
                 self._act(self.coordinator.meet(message, now))
                 self._send(peer, b"", self._welcome(now))
             case Copy():
@@ -523,8 +523,10 @@ class GlobalDaemon:
             is_routine |= note.code == "leaves.left" and bool(self._state.stopping)
             (say if is_routine else tell)(note)
             if begins and generation is not None and generation.number == 1:
-                for line in forecast(self._state.plan, len(generation.indices)):
-                    (self._say if "type " in line else self._note)(line)
+                lines = forecast(self._state.plan, len(generation.indices))
+                show = self._say if any("type " in line for line in lines) else self._note
+                for line in lines:
+                    show(line)
         for worker, incarnation, message in decision.answers:
             self._send_worker(worker, incarnation, message)
 

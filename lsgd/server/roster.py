@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from lsgd.election import standing
-from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import Happening, WorkerChanged, WorkerJoined
 from lsgd.protocol.messages import Generation, Go, Heartbeat, Join, Request, Round, Stop
 from lsgd.protocol.wants import STEP, Call, End, Step, Want
@@ -439,41 +438,14 @@ class Roster:
             oldest = next(iter(self.left))
             del self.left[oldest], self.made[oldest]
 
-    def take_back(self, worker: str, incarnation: int) -> Member | None:
-        """Let a worker that was evicted for its silence return as a STRAGGLER with its model, if nobody has the run's.
-
-        It has an older one itself if a generation has begun without it.
-        """
-        member = self.left.get(worker)
-        if member is None or member.join.incarnation != incarnation or worker in self.members:
-            return None
-        if not member.was_silent or not model_of([member]) or self.holders():
-            return None
-        del self.left[worker]
-        self.made[worker] -= member.done
-        self._ended.discard((worker, incarnation))
-        if self.generation is not None and worker not in self.generation.members:
-            member.falls_behind()
+    def readmit(self, member: Member, reason: Reason) -> None:
+        """Let a member that was evicted for its silence be one again, as a STRAGGLER with its grant."""
+        del self.left[member.worker]
+        self.made[member.worker] -= member.done
+        self._ended.discard((member.worker, member.join.incarnation))
         member.rank, member.left = -1, NO_REASON
-        self.members[worker] = member
-        self.move(member, MemberState.STRAGGLER, Why.BACK(worker=worker, model=member.model))
-        return member
-
-    def expired(self, now: float, run: RunSettings, *, trained: bool) -> list[Member]:
-        """Return the members whose lease is over, at first without the last ones with the model of a ``trained`` run.
-
-        If all of those are silent, the likely cause is this server's own link, or a frozen local server.
-        """
-        holders = self.holders() if trained else []
-        quiet_s = now - max((m.heard_at for m in holders), default=now)
-        if self.spared and quiet_s <= run.lease_s:  # one is back: the messages of the others are on their way
-            for member in holders:
-                member.heard_at = max(member.heard_at, now - quiet_s)
-        # Those who fall silent together have said their last words at different times: none goes before it is known.
-        waits = run.lease_s / 2 < quiet_s <= max(run.lease_s, run.server_timeout_s)
-        together = set(holders) if waits else set()
-        self.spared = together if quiet_s > run.lease_s else set()
-        return [m for m in self.members.values() if now - m.heard_at > run.lease_s and m not in together]
+        self.members[member.worker] = member
+        self.move(member, MemberState.STRAGGLER, reason)
 
     def begin_generation(
         self,

@@ -11,6 +11,7 @@ import pytest
 
 from ..integration.running import LIGHT, SCRIPTS, until
 from ..needs import needs
+from ..speed import scaled
 from .slurm import Slurm
 
 ROOT = Path(__file__).parents[2]
@@ -89,11 +90,11 @@ def test_a_job_that_is_started_again_continues_from_its_checkpoints(
     def saved() -> set[str]:
         return {path.name[: len("node0")] for path in job.run_dir.glob("checkpoints/*/*/node*")}
 
-    until(lambda: saved() == {"node0", "node1"}, "both nodes have checkpoints", 150)
+    until(lambda: saved() == {"node0", "node1"}, "both nodes have checkpoints", scaled(150))
     slurm.ask(*again, job.number)
     until(lambda: "stopping: lsgd launch of node0 got SIGTERM" in job.says, "the job is told to stop")
     job.may_continue.touch()
-    until(lambda: job.state in ENDS, "the job ends", 200)
+    until(lambda: job.state in ENDS, "the job ends", scaled(200))
     assert job.state == "COMPLETED", job.says
     before, after = job.says.split("[launch] resumes from the checkpoints in", 1)
     assert "stopped: lsgd launch of node0 got SIGTERM" in before, job.says  # and no second signal

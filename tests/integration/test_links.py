@@ -102,7 +102,7 @@ def test_a_link_that_breaks_between_two_nodes_leaves_one_out_until_it_is_mended(
 
         def trains(nodes: list[int]) -> dict[str, Any]:
             """Return the status, when these nodes alone have completed two global rounds more."""
-            first = until(lambda: (s := status()) and live_nodes(s) == nodes and s, f"{nodes} are live", 60)
+            first = until(lambda: (s := status()) and live_nodes(s) == nodes and s, f"{nodes} are live")
             return until(lambda: (s := status())["rounds_global"] >= first["rounds_global"] + 3 and s, "it trains")
 
         command = (str(SCRIPTS / "crash.py"), "--sleep", "0.03", "--like-nccl")

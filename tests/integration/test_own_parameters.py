@@ -342,3 +342,21 @@ def test_a_layer_that_was_frozen_at_the_join_cannot_train(here) -> None:
     ):
         script.model.fixed.requires_grad_()
         worker.begin_step()
+
+
+def test_a_hook_on_the_optimizer_clips_before_the_round_that_comes_in_its_step(cluster) -> None:
+    """A worker that clips to 1 and one that clips to 3 meet at 2, after each step."""
+    settings = ("--period", "1", "--compression", "none", "--rescale", "false")
+    cluster.start("--workers", "2", "--algorithm", "local", *settings)
+
+    def train(index: int, identity: Identity) -> list[float]:
+        model, found = Averaged(9 + index), list[float]()
+        model.optimizer.register_step_post_hook(lambda *_: model.w.data.clamp_(max=1.0 + 2 * index))
+        worker = lsgd.wrap(model, model.optimizer, identity=identity, steps=4)
+        for _ in range(4):
+            model.learn()
+            found.append(float(model.w.detach().max()))
+        assert worker.finish()
+        return found[:-1]  # after the last step the round comes in finish
+
+    assert in_threads(cluster, train) == [[pytest.approx(2.0)] * 3] * 2

@@ -63,7 +63,7 @@ def test_a_node_that_is_cut_off_is_evicted_and_comes_back_when_the_link_does(tmp
 
         def trains(nodes: list[int], iterations: int) -> dict[str, Any]:
             """Return the status, when the workers on these nodes, and no others, have made so many iterations more."""
-            first = until(lambda: (s := status()) and live_nodes(s) == nodes and s, f"{nodes} are live", 60)
+            first = until(lambda: (s := status()) and live_nodes(s) == nodes and s, f"{nodes} are live")
             return until(lambda: (s := status())["count"] >= first["count"] + iterations and s, "the run goes on")
 
         command = (str(SCRIPTS / "crash.py"), "--sleep", "0.03")
@@ -106,7 +106,7 @@ def test_both_parts_train_on_and_become_one_run_when_the_link_is_mended(tmp_path
 
         def says(node: int, words: str, name: str = "global") -> None:
             log = tmp_path / f"node{node}" / f"{name}.log"
-            until(lambda: log.exists() and words in log.read_text(), f"node {node} says {words!r}", 60)
+            until(lambda: log.exists() and words in log.read_text(), f"node {node} says {words!r}")
 
         says(0, "local round")
         testbed.cut(testbed.hosts[1])
@@ -114,7 +114,7 @@ def test_both_parts_train_on_and_become_one_run_when_the_link_is_mended(tmp_path
         says(0, "generation 2: 1 worker on 1 node")
         testbed.mend(testbed.hosts[1])
         logs = {node: tmp_path / f"node{node}" / "global.log" for node in (0, 1)}
-        lost = until(lambda: [n for n, log in logs.items() if "MEET: that of" in log.read_text()], "the parts meet", 60)
+        lost = until(lambda: [n for n, log in logs.items() if "MEET: that of" in log.read_text()], "the parts meet")
         won = 1 - lost[0]
         says(won, "generation 3: 2 workers on 2 nodes")
         folder = tmp_path / f"node{won}"

@@ -47,10 +47,10 @@ def test_auto_follows_a_link_that_changes(tmp_path: Path) -> None:
         # The first rounds are measured while processes still start.
         fast = until(lambda: (s := status())["rounds_global"] > 2 * SAMPLES and s, "the link is measured")["period"]
         testbed.set_rate(2.5)
-        slow = until(lambda: (s := status())["period"] > 2 * fast and s, f"more than twice {fast}", 90)
+        slow = until(lambda: (s := status())["period"] > 2 * fast and s, f"more than twice {fast}")
         assert slow["period_reason"].startswith("a round takes ")
         testbed.set_rate(None)
-        until(lambda: status()["period"] <= 1.5 * fast, f"about {fast} again", 90)
+        until(lambda: status()["period"] <= 1.5 * fast, f"about {fast} again")
         operator.stop()
         outputs = finish(processes)
     assert re.search(r"period \d+: a round takes ", outputs[0])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lsgd.errors import ProtocolError
 from lsgd.protocol import messages, wants
-from lsgd.protocol.fields import MAX_ITEMS
+from lsgd.protocol.fields import MAX_ITEMS, build, values_of
 from lsgd.protocol.messages import (
     MAX_NBYTES,
     PROTOCOL,
@@ -330,3 +330,13 @@ def test_the_parts_of_the_data_count_those_who_take_no_part() -> None:
     generation = Generation.of(1, [(0, 1), (2, 0)], "tcp", others=[(1, 0), (0, 0)])
     assert [generation.part_of(rank) for rank in range(2)] == [(1, 4), (3, 4)]
     assert Generation.of(1, [(0, 0)], "tcp").part_of(0) == (0, 1)
+
+
+def test_a_field_that_is_one_of_several_classes_is_a_number_and_the_fields_of_that_one() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Says:
+        wants: wants.Want
+
+    assert values_of(Says)(Says(wants.STEP)) == ((0,),)
+    assert values_of(Says)(Says(wants.Call(3, {"val": 0.5}))) == ((4, 3, {"val": 0.5}, False),)
+    assert build(Says, ((3,),)) == Says(wants.End())

@@ -129,7 +129,8 @@ def test_details_are_in_the_log_alone_and_what_all_workers_say_is_shown_once(tmp
         for worker in ("worker0", "worker1"):
             log = tmp_path / f"{worker}.log"
             transcript = Transcript(screen, f"node0/{worker}", log, 0, False)
-            said = f"\x1flsgd: a detail\nlsgd: node0/{worker} waits for 10 s\nloss 1\n"
+            mistake = 'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: x'
+            said = f"\x1flsgd: a detail\nlsgd: node0/{worker} waits for 10 s\nloss 1\n{mistake}\n"
             transcript.feed(said.encode())
             transcript.close()
             assert log.read_text() == said.replace("\x1f", "")
@@ -137,7 +138,10 @@ def test_details_are_in_the_log_alone_and_what_all_workers_say_is_shown_once(tmp
         lines = capfd.readouterr().out.splitlines()
         waits = "[node0/worker0] lsgd: node0/worker0 waits for 10 s"
         loss = [f"[node0/worker{index}] loss 1" for index in range(2)]
-        assert len(lines) == 6 if verbose else lines == [waits, *loss]
+        mistakes = [f"[node0/worker0] {text}" for text in mistake.split("\n")]
+        mistakes += ["[node0/worker1] the same mistake as in [node0/worker0]"]
+        shown = [waits, loss[0], *mistakes[:3], loss[1], *mistakes[3:]]
+        assert len(lines) == 12 if verbose else lines == shown
 
 
 @pytest.mark.parametrize(("leader", "says"), [("node0/worker0", True), ("", False)])
@@ -202,7 +206,7 @@ def test_a_run_on_a_terminal_shows_its_workers_and_ctrl_c_leaves_the_terminal_as
         stderr=terminal.writing,
     )
     try:
-        until(lambda: re.search(r"node0/worker1 +trains", terminal.written), "the panel shows the second worker", 90)
+        until(lambda: re.search(r"node0/worker1 +trains", terminal.written), "the panel shows the second worker")
         until(lambda: re.search(r"\d/s", terminal.written), "the panel shows a rate")
         process.send_signal(signal.SIGINT)
         assert process.wait(scaled(60)) == 0

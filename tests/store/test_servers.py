@@ -74,7 +74,7 @@ def test_an_upload_that_is_cut_counts_only_when_it_is_whole(server, link, upload
     store, lines = uploading("cut")
     until(lambda: link.passed > 4 << 20, "a third has passed")
     link.mode = "cut"
-    until(lambda: any("training continues" in line for line in lines), "the failure is said", 120.0)
+    until(lambda: any("training continues" in line for line in lines), "the failure is said", scaled(120.0))
     assert f"{name}.json" not in server.names("cut")
     link.mode, link.bytes_per_s = "pass", 1e9
     until(lambda: f"{name}.json" in server.names("cut"), "the manifest is there")

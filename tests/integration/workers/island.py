@@ -123,7 +123,7 @@ def do(worker: Worker) -> None:
         open(options.once, "w").close()
     global spoil
     print(f"{worker.name} process {process}: {options.do}", flush=True)
-    group = worker._steps.rounds.entry._group
+    group = worker._steps.rounds.groups.current
     match options.do:
         case "kill":
 
