@@ -162,8 +162,8 @@ def _run(
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process that still runs, and what it has started; lsgd launch ends its own on Ctrl-C."""
-    for number, patience_s in ((signal.SIGINT, 20.0), (signal.SIGKILL, 5.0)):
+    """End a process that still runs; lsgd check and lsgd launch then end what they have started."""
+    for number, patience_s in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 5.0)):
         if process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, number)

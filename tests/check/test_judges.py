@@ -54,6 +54,10 @@ def test_a_loop_that_was_stopped_before_its_end_is_said() -> None:
     assert is_right(verdict) and "its own loop has 8 steps" in verdict.notes[0]
 
 
+def test_a_loop_without_the_end_that_it_has_told() -> None:
+    says(judge_ends(run_of(*both(lambda story: story.steps(60)), status=None), WELL), 25, "60 steps", "steps are 8")
+
+
 def test_a_script_that_joins_nothing() -> None:
     verdict = judge_ends(run_of(status=78, logs={"launcher": "[launch] failed: without training"}), None)
     assert "no worker has joined: [launch] failed: without training" in verdict.findings[0].what
