@@ -49,7 +49,7 @@ def two(program: Program, python: str, folder: Path) -> dict[str, Any]:
         return {**found, "round_nbytes": None}
     result = json.loads((folder / "run" / "result.json").read_text())
     rounds = {"round_nbytes": round_nbytes(folder / "run" / "curves.csv"), "rounds": result["rounds_global"]}
-    return {**found, "iterations": result["iterations"], **rounds}
+    return {**found, "iterations": result["count"], **rounds}
 
 
 def starts_itself(program: Program) -> bool:
@@ -95,7 +95,7 @@ def _straight(program: Program, folder: Path) -> dict[str, Any]:
     ends = [fact["timings"]["sent_nbytes"] for facts in lives for fact in facts if fact["kind"] == "exit"]
     sent = sum(ends) / WORKERS / result["rounds_global"] if result["rounds_global"] else None
     rounds = {"round_nbytes": sent, "rounds": result["rounds_global"]}
-    return {"figure": figure(program, said), "iterations": result["iterations"], **rounds}
+    return {"figure": figure(program, said), "iterations": result["count"], **rounds}
 
 
 PARTS: Mapping[str, Callable[..., dict[str, Any]]] = {"alone": alone, "two": two, "check": check}
@@ -162,8 +162,8 @@ def _run(
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a process that still runs, and what it has started; lsgd launch ends its own on Ctrl-C."""
-    for number, patience_s in ((signal.SIGINT, 20.0), (signal.SIGKILL, 5.0)):
+    """End a process that still runs; lsgd check and lsgd launch then end what they have started."""
+    for number, patience_s in ((signal.SIGTERM, 20.0), (signal.SIGKILL, 5.0)):
         if process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, number)

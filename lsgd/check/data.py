@@ -18,6 +18,11 @@ FEWEST, SHARE = 2, 0.05
 """So many samples, and such a share of a pass, that two workers have drawn are no chance: data may repeat itself."""
 
 
+MORE_THAN_REPEATS, MOST = 3, 0.9
+"""So many times as many samples as one draws twice must two workers share: else all draw some of them often. But such a
+share of a pass is no chance."""
+
+
 def judge_data(run: Run) -> Verdict:
     """Judge samples and noise of the workers' first lives."""
     verdict, lives = Verdict(2), run.firsts
@@ -53,8 +58,8 @@ class Pass:
 
     def __init__(self, worker: str, begins: Fact, batches: Sequence[Fact], *, whole: bool) -> None:
         self.worker, self.begins, self.whole = worker, begins, whole
-        self.rows: set[int] = {row for fact in batches for row in fact["rows"] or ()}
-        self.samples: set[str] = {sample for fact in batches for sample in fact["samples"]}
+        self.rows: list[int] = [row for fact in batches for row in fact["rows"] or ()]
+        self.samples: list[str] = [sample for fact in batches for sample in fact["samples"]]
 
 
 def _passes(lives: Sequence[Life]) -> dict[tuple[int, int], list[Pass]]:
@@ -97,14 +102,21 @@ def _shared(whose: Sequence[Pass]) -> list[Finding]:
     for each in whose:  # a deal may last for several passes
         sets.setdefault(each.worker, set()).update(each.rows if by_rows else each.samples)
     (one, mine), *others = sets.items()
+    repeats = max(_repeats(each.rows if by_rows else each.samples) for each in whose)
+    chance = min(MOST, SHARE + MORE_THAN_REPEATS * repeats)
     for other, theirs in others:
         both = mine & theirs
-        if len(both) >= FEWEST and len(both) >= SHARE * min(len(mine), len(theirs)):
+        if len(both) >= FEWEST and len(both) >= chance * min(len(mine), len(theirs)):
             share = 100 * len(both) / min(len(mine), len(theirs))
             what = f"{one} and {other} draw the same samples: {share:.0f} % of a pass"
             change = SHARD if not begins["divided"] else "let no sampler draw what another worker has drawn"
             return [Finding(begins["where"], what, change)]
     return []
+
+
+def _repeats(drawn: Sequence[Any]) -> float:
+    """Return the share that a worker has drawn again within a pass: with replacement, or data that repeats itself."""
+    return 1 - len(set(drawn)) / len(drawn) if drawn else 0.0
 
 
 def _left_out(whose: Sequence[Pass]) -> list[Finding]:

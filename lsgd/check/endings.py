@@ -52,6 +52,11 @@ def _ended_badly(run: Run) -> Iterator[Finding]:
         last = life.of("step")[-1]
         what = f"{life.worker} goes on after the end of its run ({when}): its steps change nothing"
         yield Finding(last["where"], what, "if worker.stopped: break")
+    endless = [life for life in run.firsts if life.is_endless]
+    for life in endless:
+        what = f"{life.worker} has made {life.made} steps, and its worker.steps are {life.loop} ({when})"
+        yield Finding(life.of("step")[-1]["where"], what, "while worker.step < worker.steps and not worker.stopped:")
+    goes_on += endless
     idle = [life for life in run.firsts if not life.made]
     for life in idle:
         what = f"{life.worker} has made no step: no optimizer that joined has stepped"

@@ -22,6 +22,9 @@ from typing import Any
 
 Fact = dict[str, Any]
 
+STEPS_PAST_LOOP = 40
+"""So many steps more than twice its own length are no rest of a pass: the loop has another end, or none."""
+
 
 @dataclass
 class Life:
@@ -61,6 +64,11 @@ class Life:
     def loop(self) -> int:
         """Length of the script's own loop; 0: it has none."""
         return int(max((fact["steps"] for fact in self.of("step", "end", "exit")), default=0))
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether its loop has gone on past its own length."""
+        return self.loop > 0 and self.made >= 2 * self.loop + STEPS_PAST_LOOP
 
     @property
     def moving(self) -> list[Fact]:

@@ -191,8 +191,8 @@ class Watched:
         os.kill(int(life.joined["pid"]), signal.SIGKILL)
 
     def finish(self) -> Run:
-        """Wait for the end of the run, unless its scripts go on after it, and return its facts."""
-        goes_on = self.until(lambda lives: any(after_end(life) >= STEPS_AFTER_END for life in lives))
+        """Wait for the end of the run, unless its scripts go on after it or past their length; return its facts."""
+        goes_on = self.until(lambda lives: any(after_end(life) >= STEPS_AFTER_END or life.is_endless for life in lives))
         lives, status = self.lives(), self._process.poll()
         again = status is None and _train_again(lives)
         if goes_on or again:

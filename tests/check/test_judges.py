@@ -54,6 +54,10 @@ def test_a_loop_that_was_stopped_before_its_end_is_said() -> None:
     assert is_right(verdict) and "its own loop has 8 steps" in verdict.notes[0]
 
 
+def test_a_loop_without_the_end_that_it_has_told() -> None:
+    says(judge_ends(run_of(*both(lambda story: story.steps(60)), status=None), WELL), 25, "60 steps", "steps are 8")
+
+
 def test_a_script_that_joins_nothing() -> None:
     verdict = judge_ends(run_of(status=78, logs={"launcher": "[launch] failed: without training"}), None)
     assert "no worker has joined: [launch] failed: without training" in verdict.findings[0].what
@@ -121,6 +125,29 @@ def test_rows_of_subsets_have_numbers_of_their_own() -> None:
     assert (
         not judge_data(run_of(one, other)).findings or "same batches" in judge_data(run_of(one, other)).findings[0].what
     )
+
+
+def test_data_that_repeats_itself_is_not_drawn_by_both() -> None:
+    """Each draws five samples twice that the other draws twice, too."""
+    one, other = (Story(n).draws(list(range(20)), divided=True, sampler="Stream") for n in range(2))
+    for worker, story in enumerate((one, other)):
+        for fact in story.facts:
+            if fact["kind"] == "batch":
+                alone = [f"sample {worker} {row}" for row in range(10)]
+                fact["digest"], fact["rows"] = str(worker), None
+                fact["samples"] = alone + [f"sample {row // 2}" for row in range(10)]
+    assert is_right(judge_data(run_of(one, other)))
+    for story in (one, other):
+        story.facts = [
+            {**fact, "samples": [f"sample {row}" for row in range(20)]} if fact["kind"] == "batch" else fact
+            for fact in story.facts
+        ]
+    says(judge_data(run_of(one, other)), 20, "draw the same samples: 100 % of a pass")
+
+
+def test_rows_that_are_drawn_with_replacement_are_right() -> None:
+    stories = (Story(n).draws([0, 1, 2, 0, 1, n + 3], divided=True, sampler="WeightedRandomSampler") for n in range(2))
+    assert is_right(judge_data(run_of(*stories)))
 
 
 def test_a_pass_of_a_trainer_is_of_several_deals() -> None:

@@ -3,7 +3,8 @@
 Needs: lightning
 Steps: 200
 Figure: distance of digits
-Remark: Steps are batches, of which each takes one step of either network
+Variables: LSGD_ITERATIONS=200
+Remark: Steps are batches, each with a step of either network. With several optimizers the length has to be in the plan
 """
 
 import sys

@@ -1,6 +1,7 @@
 """A decoder with Muon in the strict loop of Worker.join and worker.batches, with a schedule by the run's progress.
 
 Steps: 160
+Variables: LSGD_ITERATIONS=160
 Remark: Alone it has no schedule: lsgd's is by the progress of the run
 """
 
@@ -45,7 +46,6 @@ others = [p for p in model.parameters() if all(p is not each for each in matrice
 optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-3)]
 loader = DataLoader(TensorDataset(windows[256:]), batch_size=8, shuffle=True)
 with Worker.join(model, optimizers) as worker:  # lsgd
-    worker.steps = STEPS  # lsgd
     for each in optimizers:  # lsgd
         worker.schedule(each, "wsd", warmup=0.05)  # lsgd
     loader = worker.shard(loader)  # lsgd
@@ -60,10 +60,8 @@ with Worker.join(model, optimizers) as worker:  # lsgd
                 each.step()
             worker.report(loss)  # lsgd
             step += 1
-            if step == STEPS:
+            if worker.stopped:  # lsgd: if step == STEPS:
                 break
-    if worker.step == STEPS:  # lsgd
-        worker.finish()  # lsgd
     if worker.first:  # lsgd
         torch.save(model.state_dict(), "model.pt")
         with torch.no_grad():
