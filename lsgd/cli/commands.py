@@ -125,6 +125,7 @@ def _in_words(devices: int, processes: int) -> str:
     default="",
     help="Upload checkpoints and results there during the run: s3://bucket/run, file:///shared/run, ...",
 )
+@click.option("--alert", default="", help=f"Tell of what goes wrong, on node 0. {watching.ALERT_HELP}")
 @click.option(
     "--resume",
     is_flag=False,
@@ -169,6 +170,7 @@ def launch_command(
     insecure: bool,
     join_line: str | None,
     store: str,
+    alert: str,
     resume: str | None,
     resume_if_any: bool,
     log_to: tuple[str, ...],
@@ -236,6 +238,7 @@ def launch_command(
         resumes,
         resume_if_any,
         log_to=log_to,
+        alert=alert,
         dashboard=dashboard,
         plain=plain,
         verbose=verbose,
@@ -500,6 +503,7 @@ for command in (
     check.check_command,
     check.estimate_command,
     watching.log_command,
+    watching.alert_command,
     watching.metrics_command,
     watching.dashboard_command,
     watching.report_command,

@@ -6,8 +6,10 @@ import click
 
 from lsgd.cli import options
 from lsgd.protocol.sockets import ConnectorKeys
-from lsgd.watch import curves, metrics, require
+from lsgd.watch import alerts, curves, metrics, require
 from lsgd.watch.curves import LOGGERS
+
+ALERT_HELP = "A command for the shell (it finds LSGD_ALERT and LSGD_ALERT_CODE), or an address that gets JSON by POST."
 
 DASHBOARD_NEEDS = ("tornado", "plotly")
 
@@ -36,6 +38,19 @@ def log_command(connect: str, keys: ConnectorKeys | None, names: tuple[str, ...]
     names = tuple(dict.fromkeys(names))
     count = curves.write(connect, keys, out.absolute(), names, run_dir)
     click.echo(f"{count} points written to {click.format_filename(out.absolute())} ({', '.join(names)})")
+
+
+@click.command("alert", short_help="Tell a person what goes wrong in a running run: a command, or a web hook.")
+@options.connect
+@click.option("--to", required=True, help=ALERT_HELP)
+def alert_command(connect: str, keys: ConnectorKeys | None, to: str) -> None:
+    """Tell of a running run until its end, each thing once.
+
+    Rounds that fail, workers that are away or behind, a loss that is no number or does not fall, a silent server, a
+    full disk, and the end.
+    """
+    run_dir = click.get_current_context().meta.get(options.FOLDER) or Path()
+    alerts.watch(connect, keys, to, run_dir, click.echo)
 
 
 @click.command("metrics", short_help="Serve the metrics of a running run to Prometheus.")

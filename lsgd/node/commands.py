@@ -33,6 +33,7 @@ class LaunchSettings:
             node 0 without any, from the journal there.
         resume_if_any: whether the command line asks for that if there is anything to continue from.
         log_to: loggers that write the run's curves, on node 0.
+        alert: command or address that is told of what goes wrong, from node 0; empty: nobody is.
         dashboard: port of the run's page, on node 0; 0: any; None: no page.
         plain: whether to print lines only, even on a terminal.
         processes: number of processes per worker; several share a model, or hold replicas of one.
@@ -54,6 +55,7 @@ class LaunchSettings:
     resume: bool = False
     resume_if_any: bool = False
     log_to: tuple[str, ...] = ()
+    alert: str = ""
     dashboard: int | None = None
     plain: bool = False
     processes: int = 1
@@ -152,6 +154,10 @@ def observer_commands(settings: LaunchSettings, network: str, environ: Mapping[s
         arguments += [part for name in settings.log_to for part in ("--to", name)]
         log, appends = log_of(settings, "logger"), settings.resume
         yield Command("logger", arguments, environ, log, role=Role.OBSERVER, appends=appends, ignores_term=ignores_term)
+    if settings.alert:
+        arguments = [*LSGD, "alert", "--run", str(settings.run_dir), "--to", settings.alert, *insecure]
+        log = log_of(settings, "alert")
+        yield Command("alert", arguments, environ, log, role=Role.OBSERVER, ignores_term=ignores_term)
     if settings.dashboard is not None:
         arguments = [*LSGD, "dashboard", "--run", str(settings.run_dir), "--parent", str(os.getpid()), *insecure]
         arguments += ["--port", str(settings.dashboard)] * (settings.dashboard > 0)

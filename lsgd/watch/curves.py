@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lsgd.errors import ConfigError, JoinError
+from lsgd.errors import ConfigError
 from lsgd.means import mean_of_finite
 from lsgd.protocol.events import Event, RoundCompleted, RoundOrdered, RunProgress
 from lsgd.protocol.sockets import ConnectorKeys
@@ -19,7 +19,7 @@ from lsgd.run_folder import CURVES, METRICS
 from lsgd.server.daemon import Ending, Signals
 from lsgd.watch import require
 from lsgd.watch.reader import Batch, Reader
-from lsgd.watch.results import read
+from lsgd.watch.to_end import to_end
 from lsgd.watch.view import TAKES_PART, RunView
 
 _MAX_OPEN = 1024
@@ -209,16 +209,6 @@ def check(names: Iterable[str]) -> None:
         require(name, name, *LOGGERS[name].packages)
 
 
-FIRST_WITHIN_S = 60.0
-"""How long to wait for the first answer of a global server, which the launcher starts at the same time."""
-
-AWAY_FOR_S = 600.0
-"""How long to wait for a silent global server."""
-
-READ_ON_S = 1.0
-"""How long to wait for more events after the one that ends the run."""
-
-
 def write(
     address: str, keys: ConnectorKeys | None, folder: Path, names: Sequence[str], run_dir: Path | None = None
 ) -> int:
@@ -246,51 +236,27 @@ def write(
 def _log(reader: Reader, folder: Path, run_dir: Path, names: Sequence[str], ending: Ending) -> int:
     """Write the run's points with these loggers; return their number."""
     curves, loggers, count = Curves(), list[Logger](), 0
+    view = curves.view
     with ExitStack() as stack:
-        for points in _follow(reader, curves, run_dir, ending):
+
+        def add(points: Sequence[Point]) -> int:
             if not loggers:
                 for name in names:
-                    loggers.append(LOGGERS[name](folder, curves.view.now.run))
+                    loggers.append(LOGGERS[name](folder, view.now.run))
                     stack.callback(loggers[-1].close)
-            for point in points:
-                count += 1
-                for logger in loggers:
-                    logger.write(point)
             for logger in loggers:
+                for point in points:
+                    logger.write(point)
                 logger.flush()
+            return len(points)
+
+        for batch in to_end(reader, view, run_dir, ending):
+            points = list(curves.take(batch))
+            if view.now.run and (batch.report is not None or points):
+                count += add(points)
+        if view.now.run and view.now.state != "over":  # it ended before it could tell us
+            count += add(list(curves.rounds(time.time(), _written(run_dir / METRICS, view.now.run))))
     return count
-
-
-def _follow(reader: Reader, curves: Curves, run_dir: Path, ending: Ending) -> Iterator[list[Point]]:
-    """Yield the run's points as they come; the first list, once the run is known, may be empty."""
-    view, heard_at, over_at = curves.view, time.monotonic(), 0.0
-    while not ending.received:
-        batch = reader.read(0.25)
-        now = time.monotonic()
-        if batch.report is not None and view.now.run not in ("", batch.report["run"]):
-            return  # another run
-        points = list(curves.take(batch))
-        if view.now.run and (batch.report is not None or points):
-            yield points
-        if view.now.state == "over" and not batch.more:
-            over_at = over_at or now
-            if now - over_at >= READ_ON_S or not batch.connected:
-                return
-        if batch.connected:
-            heard_at = now
-        elif _is_over(run_dir, view.now.run):
-            break
-        elif not view.now.run and now - heard_at > FIRST_WITHIN_S:
-            raise JoinError(f"no global server has answered for {now - heard_at:.0f} s: is it the right address?")
-        elif now - heard_at > AWAY_FOR_S:
-            raise JoinError(f"the global server has been silent for {now - heard_at:.0f} s; its curves end there")
-    if view.now.run and view.now.state != "over":  # it ended before it could tell us
-        yield list(curves.rounds(time.time(), _written(run_dir / METRICS, view.now.run)))
-
-
-def _is_over(folder: Path, run: str) -> bool:
-    document = read(folder)
-    return bool(run) and document.get("run") == run and document.get("state") not in ("waiting", "running", "stopping")
 
 
 def _written(path: Path, run: str) -> Iterator[RoundOrdered]:

@@ -12,7 +12,7 @@ from lsgd.cli.commands import main
 from lsgd.errors import ConfigError
 from lsgd.protocol.events import Event, RoundCompleted, RoundOrdered
 from lsgd.run_folder import CURVES, METRICS, RESULT, claimed
-from lsgd.watch import curves
+from lsgd.watch import curves, to_end
 from lsgd.watch.curves import LOGGERS, Curves, Point
 from lsgd.watch.reader import Batch, Reader
 
@@ -81,7 +81,8 @@ def test_a_missing_package_is_said_with_the_line_to_type(monkeypatch) -> None:
 def test_a_folder_that_cannot_be_made_or_written_is_said_in_words(tmp_path, monkeypatch, folder, said) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(curves, "_last_time", lambda path, run: 0.0)
-    monkeypatch.setattr(curves, "_follow", lambda *_: [[Point(1.0, 1, {"progress": 0.5})]])
+    told = Batch(report=REPORT, connected=True), batch(progress_of(12))
+    monkeypatch.setattr(curves, "to_end", lambda *_: told)
     (tmp_path / CURVES).symlink_to("/dev/full")
     arguments = ["log", "--connect", "tcp://127.0.0.1:9", "--to", "csv", "--out", folder or str(tmp_path)]
     done = CliRunner().invoke(main, arguments)
@@ -91,7 +92,7 @@ def test_a_folder_that_cannot_be_made_or_written_is_said_in_words(tmp_path, monk
 def test_a_server_that_never_answers_is_not_waited_for_as_one_that_is_away(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(Reader, "read", lambda self, timeout_s: Batch())
-    monkeypatch.setattr(curves, "FIRST_WITHIN_S", 0.0)
+    monkeypatch.setattr(to_end, "FIRST_WITHIN_S", 0.0)
     done = CliRunner().invoke(main, ["log", "--connect", "tcp://127.0.0.1:9", "--to", "csv", "--out", str(tmp_path)])
     assert done.exit_code == 1 and "no global server has answered for 0 s: is it the right address?" in done.output
 
@@ -102,7 +103,7 @@ def test_the_end_that_the_server_could_not_tell_is_in_the_folder_of_the_run_wher
     batches = iter([Batch(report=REPORT, connected=True)])
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     monkeypatch.setattr(Reader, "read", lambda self, timeout_s: next(batches, Batch()))
-    monkeypatch.setattr(curves, "AWAY_FOR_S", 0.0)
+    monkeypatch.setattr(to_end, "AWAY_FOR_S", 0.0)
     run, out = tmp_path / "run", tmp_path / "out"
     with claimed(run, 0, "tcp://127.0.0.1:9"):
         (run / RESULT).write_text(json.dumps({"run": "r", "state": "over"}))
