@@ -251,7 +251,8 @@ class Recorder(Observer):
         return next(number for number, each in enumerate(self._optimizers) if each is optimizer)
 
     def _note_schedulers(self) -> None:
-        found = [each for each in gc.get_objects() if isinstance(each, torch.optim.lr_scheduler.LRScheduler)]
+        kind = torch.optim.lr_scheduler.LRScheduler
+        found = [each for each in gc.get_objects() if issubclass(type(each), kind)]  # isinstance asks dead proxies
         parts = {id(part) for each in found for part in getattr(each, "_schedulers", ())}  # of a SequentialLR
         for each in found:
             if id(each) in parts or not counts_steps(each):

@@ -19,7 +19,13 @@ digits = load_digits()
 x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
 loader = DataLoader(TensorDataset(x[297:], y[297:]), batch_size=300, shuffle=True)
 model = nn.Sequential(nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10))
-optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4, history_size=8)
+optimizer = torch.optim.LBFGS(
+    model.parameters(),
+    lr=0.1,
+    max_iter=4,
+    history_size=8,
+    line_search_fn="strong_wolfe",  # lsgd
+)
 worker = lsgd.wrap(model, optimizer, steps=STEPS)  # lsgd
 loader = worker.shard(loader)  # lsgd
 step = 0
