@@ -32,5 +32,7 @@ def compare_command(folders: tuple[Path, ...], output: Path | None) -> None:
     Console(soft_wrap=True, highlight=False).print(table)
     if output is not None:
         require("lsgd compare --output", "examples", "matplotlib")
-        compare.draw(runs, output)
+        from lsgd.watch.curve import draw_beside
+
+        draw_beside(runs, output)
         click.echo(f"\nthe losses are drawn in {click.format_filename(output)}")

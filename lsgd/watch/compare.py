@@ -43,6 +43,11 @@ class Run:
         return mean_of_finite(losses[-max(1, round(OVER * len(self.points))) :])
 
     @property
+    def losses(self) -> list[float | None]:
+        """The loss at each point."""
+        return [self.loss(count, seconds) for count, seconds, _ in self.points]
+
+    @property
     def count(self) -> int:
         """Iterations of all workers."""
         return int(self.result.get("count", 0))
@@ -132,24 +137,3 @@ def _time_to(run: Run, loss: float) -> str | None:
         if so_far is not None and so_far <= loss:
             return duration(round(seconds))
     return None
-
-
-def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draw the losses over iterations and over seconds, side by side, to a PNG file."""
-    from matplotlib.figure import Figure
-
-    from lsgd.watch.curve import COLORS
-
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    for axis, (place, what) in zip(figure.subplots(1, 2), enumerate(("iterations", "seconds")), strict=True):
-        for number, run in enumerate(runs):
-            values = [point[place] for point in run.points], [point[2] for point in run.points]
-            axis.plot(*values, color=COLORS[number % len(COLORS)], label=run.name, linewidth=1.2)
-        axis.set_xlabel(what)
-        axis.set_ylabel("training loss, the workers' mean")
-        axis.grid(True, alpha=0.3)
-        axis.spines[["top", "right"]].set_visible(False)
-        if all(point[2] > 0 for run in runs for point in run.points):
-            axis.set_yscale("log")
-    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(path, dpi=120)
