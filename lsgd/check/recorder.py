@@ -251,8 +251,10 @@ class Recorder(Observer):
         return next(number for number, each in enumerate(self._optimizers) if each is optimizer)
 
     def _note_schedulers(self) -> None:
-        for each in gc.get_objects():
-            if not (isinstance(each, torch.optim.lr_scheduler.LRScheduler) and counts_steps(each)):
+        found = [each for each in gc.get_objects() if isinstance(each, torch.optim.lr_scheduler.LRScheduler)]
+        parts = {id(part) for each in found for part in getattr(each, "_schedulers", ())}  # of a SequentialLR
+        for each in found:
+            if id(each) in parts or not counts_steps(each):
                 continue
             with suppress(Exception):  # one that is being made
                 if any(optimizer_of(each) is optimizer for optimizer in self._optimizers):

@@ -56,6 +56,7 @@ cli = LightningCLI(
     Digits,
     Data,
     run=False,
+    save_config_callback=None,  # lsgd
     seed_everything_default=0,
     trainer_defaults={
         "callbacks": [lsgd],  # lsgd

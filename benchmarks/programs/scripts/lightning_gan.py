@@ -60,7 +60,7 @@ lsgd = LsgdCallback()  # lsgd
 trainer = lightning.Trainer(
     accelerator="cpu",
     devices=1,
-    max_steps=2 * STEPS,
+    max_steps=-1,  # lsgd: max_steps=2 * STEPS,
     enable_progress_bar=False,
     callbacks=[
         lsgd,  # lsgd

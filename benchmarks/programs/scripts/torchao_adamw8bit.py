@@ -2,6 +2,7 @@
 
 Needs: torchao
 Steps: 200
+Unable: Not run: its optimizer compiles itself, which takes minutes in each process here
 """
 
 import sys

@@ -14,7 +14,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 worker = lsgd.wrap(model, optimizer)
 loader = worker.shard(DataLoader(data, batch_size=8, shuffle=True))
 worker.steps = 2 * len(loader)
-scheduler = worker.follow(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, worker.steps))
+cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, worker.steps - 10)
+last = torch.optim.lr_scheduler.ConstantLR(optimizer, 0.1, 10)
+scheduler = worker.follow(torch.optim.lr_scheduler.SequentialLR(optimizer, [cosine, last], [worker.steps - 10]))
 
 for _ in range(worker.step // len(loader), 2):
     for a, b in loader:
