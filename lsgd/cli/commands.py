@@ -18,7 +18,7 @@ from rich.live import Live
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.built import described
-from lsgd.cli import check, options, quickstart, replay, runs, stacks, up, watching
+from lsgd.cli import check, compare, options, quickstart, replay, runs, stacks, up, watching
 from lsgd.cli.options import Commands, Main, first_steps
 from lsgd.errors import JoinError
 from lsgd.node import gpus, storing
@@ -507,6 +507,7 @@ for command in (
     watching.metrics_command,
     watching.dashboard_command,
     watching.report_command,
+    compare.compare_command,
     up.up_command,
     up.peers_command,
     up.door_command,

@@ -66,7 +66,19 @@ runs = _completion(lambda: sorted((str(path) for path in Path("runs").glob("*/")
 
 SECTIONS = {
     "Train": ("quickstart", "check", "up", "launch"),
-    "Watch and steer": ("status", "runs", "peers", "dashboard", "report", "log", "alert", "metrics", "set", "stop"),
+    "Watch and steer": (
+        "status",
+        "runs",
+        "peers",
+        "dashboard",
+        "report",
+        "compare",
+        "log",
+        "alert",
+        "metrics",
+        "set",
+        "stop",
+    ),
     "Find a fault": ("stacks", "replay"),
     "Prepare": ("doctor", "estimate", "keygen", "algorithms", "config", "completion"),
 }

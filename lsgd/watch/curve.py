@@ -11,6 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from lsgd.means import mean_of_finite
+from lsgd.watch.compare import Run
 from lsgd.watch.view import place
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999999")
@@ -50,6 +51,24 @@ def draw(result: dict[str, Any], rounds: Rounds, path: Path) -> None:
     name = path.parent.name.encode(errors="replace").decode()  # a folder's name may be no UTF-8
     losses.set_title(f"{name}: {_title(result)}", fontsize=11, parse_math=False)
     figure.legend(handles=handles, loc="outside lower center", ncols=min(4, len(handles)), frameon=False)
+    figure.savefig(path, dpi=120)
+
+
+def draw_beside(runs: Sequence[Run], path: Path) -> None:
+    """Draw the losses of runs over iterations and over seconds to a PNG file: each round's, and their mean."""
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    for place_, (axes, what) in enumerate(zip(figure.subplots(1, 2), ("iterations", "seconds"), strict=True)):
+        for number, run in enumerate(runs):
+            at, color = [point[place_] for point in run.points], COLORS[number % len(COLORS)]
+            axes.plot(at, [point[2] for point in run.points], color=color, linewidth=0.8, alpha=0.3)
+            axes.plot(at, np.array(run.losses, dtype=float), color=color, label=run.name, linewidth=1.8)
+        axes.set_xlabel(what)
+        axes.set_ylabel("training loss, mean of the workers")
+        axes.grid(True, alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+        if all(point[2] > 0 for run in runs for point in run.points):
+            axes.set_yscale("log")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=120)
 
 

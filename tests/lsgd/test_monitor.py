@@ -1,7 +1,6 @@
 """Strangers at the door of a listener: many of them, and what they can do to those who are in."""
 
 import contextlib
-import math
 import resource
 import socket
 import threading
@@ -99,7 +98,7 @@ def test_who_only_knocks_is_not_refused(listener, link) -> None:
     for _ in range(3):
         socket.create_connection(place(listener), timeout=5).close()
     monitor = listener._monitor
-    until(lambda: listener._monitor.look(math.inf) or monitor.hung_up == 3, "the knocks are over")
+    until(lambda: monitor.take() or monitor.hung_up == 3, "the knocks are over")
     assert list(listener.refusals()) == []
 
 
