@@ -68,4 +68,5 @@ def _checked(row: Row | None) -> str:
     wrong = [point for point, status in row["points"].items() if status == "wrong"]
     unjudged = [point for point, status in row["points"].items() if status == "unjudged"]
     words = f"✗ {', '.join(wrong)}" if wrong else "✓"
-    return f"{words}{' - ' + ', '.join(unjudged) if unjudged else ''} {row['date']}"
+    some = f" (of {', '.join(row['points'])})" if len(row["points"]) < 9 else ""
+    return f"{words}{' - ' + ', '.join(unjudged) if unjudged else ''}{some} {row['date']}"
