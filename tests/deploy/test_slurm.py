@@ -88,6 +88,7 @@ def test_a_job_that_is_started_again_continues_from_its_checkpoints(
     job = Job(slurm, tmp_path, 480)
 
     def saved() -> set[str]:
+        assert job.state not in ("FAILED", "COMPLETED", "TIMEOUT", "CANCELLED"), job.says
         return {path.name[: len("node0")] for path in job.run_dir.glob("checkpoints/*/*/node*")}
 
     until(lambda: saved() == {"node0", "node1"}, "both nodes have checkpoints", scaled(150))

@@ -1,6 +1,7 @@
 """Learning rates that follow the run: one worker in this process, real servers."""
 
 import signal
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim import lr_scheduler
 
 import lsgd
 from lsgd.client import Worker
+from lsgd.client.control import joining
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.learning_rate import factor
 from lsgd.run_folder import CHECKPOINTS
@@ -88,6 +90,7 @@ def test_a_resumed_run_goes_on_from_its_base_rate(join, tmp_path: Path, monkeypa
             process.send(signal.SIGKILL)
         process.wait()
     monkeypatch.setenv("LSGD_RESUME", str(tmp_path / CHECKPOINTS))
+    monkeypatch.setattr(joining, "_been_in", Counter())  # as in a process of its own
     join(16, "--lookahead", "0")
     model, optimizer = parts()
     with Worker.join(model, optimizer) as worker:

@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.testbed import Host, Testbed
 
+from ..needs import needs_nat
 from .running import LIGHT, SCRIPTS, until
 
 pytestmark = [
@@ -22,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="network namespaces need root"),
     pytest.mark.slow,
     pytest.mark.timeout(300),
+    needs_nat(),
 ]
 
 TRAIN = str(SCRIPTS / "steady.py")
@@ -108,7 +110,8 @@ def machines(number: int, folder: Path, *, multicast: bool) -> Iterator[list[Mac
     with Testbed(number) as testbed:
         for host in testbed.hosts:
             if not multicast:
-                host.run(["ip", "link", "set", "eth0", "multicast", "off"])
+                host.run(["nft", "add table inet up; add chain inet up in { type filter hook input priority 0; }"])
+                host.run(["nft", "add rule inet up in udp dport 5353 drop"])
         yield [Machine(host, folder) for host in testbed.hosts]
 
 
