@@ -20,12 +20,14 @@ from benchmarks.efficiency.run import Measured
 from benchmarks.endtoend import recorder
 from benchmarks.endtoend.runs import result_of
 from benchmarks.endtoend.tables import table_of
+from benchmarks.endtoend.worth import compared
 from benchmarks.mixing import measure, mixing
 from benchmarks.network import tables as network_tables
 from benchmarks.newcomer import __main__ as newcomer
 from benchmarks.testbed.launch import RunFailedError
 from benchmarks.transport.member import VERBS
 from benchmarks.workloads import WideDigits
+from lsgd.plan.estimate import OFF
 
 from .integration.running import FORKS, LIGHT
 from .needs import to_install
@@ -373,6 +375,14 @@ def test_the_tables_of_the_docs_are_those_of_the_results(page: Path) -> None:
 def test_every_benchmark_with_kept_results_has_tables_of_them() -> None:
     with_tables = {page.stem for page in tables.PAGES if tables.TABLE.search(page.read_text())}
     assert with_tables == {kept.stem.partition("-")[0] for kept in tables.RESULTS.glob("*.json")}
+
+
+def test_what_two_machines_were_worth_is_in_the_range_of_the_estimate() -> None:
+    found = compared([json.loads(path.read_text()) for path in tables.RESULTS.glob("endtoend-*.json")])
+    assert len({(each.name, each.link) for each in found}) >= 6
+    for each in found:
+        assert each.predicted.machines == 2 and abs(each.off) <= OFF, each
+        assert each.predicted.most == pytest.approx(each.predicted.times * (1 + OFF))
 
 
 def test_the_page_of_conclusions_names_each_page() -> None:
