@@ -2,9 +2,11 @@
 
 import math
 import tomllib
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,13 +41,22 @@ class Run:
 
     def loss(self, count: float = math.inf, seconds: float = math.inf) -> float | None:
         """Return the loss after so many iterations and seconds; None: there is none yet."""
-        losses = [loss for made, at, loss in self.points if made <= count and at <= seconds]
-        return mean_of_finite(losses[-max(1, round(OVER * len(self.points))) :])
+        within = (
+            loss
+            for (made, at, _), loss in zip(self.points, self.losses, strict=True)
+            if made <= count and at <= seconds
+        )
+        return next(iter(deque(within, maxlen=1)), None)
 
-    @property
+    @cached_property
     def losses(self) -> list[float | None]:
         """The loss at each point."""
-        return [self.loss(count, seconds) for count, seconds, _ in self.points]
+        window = deque[float](maxlen=max(1, round(OVER * len(self.points))))
+        found = []
+        for _, _, loss in self.points:
+            window.append(loss)
+            found.append(mean_of_finite(window))
+        return found
 
     @property
     def count(self) -> int:
@@ -67,7 +78,11 @@ def run_of(folder: Path) -> Run:
     result, rounds = read(folder), read_rounds(folder / METRICS)
     if not result:
         raise ConfigError(f"{folder} has no result.json: name the folder of a run, as lsgd runs lists them")
-    losses = [(each["count"], each["seconds"], mean_of_finite(each["losses"].values())) for each in rounds]
+    losses = [
+        (each["count"], each["seconds"], mean_of_finite(each["losses"].values()))
+        for each in rounds
+        if each["scope"] == "global"
+    ]
     points = [(count, seconds, loss) for count, seconds, loss in losses if loss is not None]
     settings: dict[str, str] = {}
     with suppress(OSError, ValueError):
@@ -132,8 +147,7 @@ def _worst(runs: Sequence[Run]) -> float | None:
 
 def _time_to(run: Run, loss: float) -> str | None:
     """Return when a run's loss first was as low."""
-    for _, seconds, _ in run.points:
-        so_far = run.loss(seconds=seconds)
-        if so_far is not None and so_far <= loss:
-            return duration(round(seconds))
-    return None
+    reached = (
+        at for (_, at, _), so_far in zip(run.points, run.losses, strict=True) if so_far is not None and so_far <= loss
+    )
+    return None if (seconds := next(reached, None)) is None else duration(round(seconds))

@@ -63,11 +63,7 @@ def draw_beside(runs: Sequence[Run], path: Path) -> None:
             axes.plot(at, [point[2] for point in run.points], color=color, linewidth=0.8, alpha=0.3)
             axes.plot(at, np.array(run.losses, dtype=float), color=color, label=run.name, linewidth=1.8)
         axes.set_xlabel(what)
-        axes.set_ylabel("training loss, mean of the workers")
-        axes.grid(True, alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        if all(point[2] > 0 for run in runs for point in run.points):
-            axes.set_yscale("log")
+        _finish(axes, "training loss, mean of the workers", [point[2] for run in runs for point in run.points])
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=120)
 
@@ -101,17 +97,22 @@ def _draw_losses(axes: Axes, rounds: Rounds, colors: dict[str, str], *, many: bo
         axes.plot([e["count"] for e in shared], means, color=BLACK, linewidth=1.8)
         labels = {GRAY: f"each of {len(colors)} workers", BLACK: "their mean"}
         handles = [Line2D([], [], color=color, label=label, linewidth=2) for color, label in labels.items()]
+    _finish(axes, "training loss", seen)
+    if not seen:
+        axes.text(0.5, 0.5, "no worker has reported a finite loss", transform=axes.transAxes, ha="center")
+    return handles
+
+
+def _finish(axes: Axes, label: str, seen: Sequence[float]) -> None:
+    """Give the axis of losses its label, its grid and, for values that are far apart, a logarithmic scale."""
     if seen and min(seen) > 0 and max(seen) >= LOG_FROM * min(seen):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda loss, _: f"{loss:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylabel("training loss")
+    axes.set_ylabel(label)
     axes.grid(True, which="major", alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    if not seen:
-        axes.text(0.5, 0.5, "no worker has reported a finite loss", transform=axes.transAxes, ha="center")
-    return handles
 
 
 def _draw_leaders(
