@@ -18,7 +18,7 @@ from rich.live import Live
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.built import described
-from lsgd.cli import check, compare, options, quickstart, replay, runs, stacks, up, watching
+from lsgd.cli import check, compare, options, quickstart, runs, stacks, up, watching
 from lsgd.cli.options import Commands, Main, first_steps
 from lsgd.errors import JoinError
 from lsgd.node import gpus, storing
@@ -363,6 +363,8 @@ def replay_command(run: Path, last: int, worker: str) -> None:
     keeps the last 16 MB of what it hears in inputs.bin and inputs-before.bin, which lead to the same decisions again.
     A bug report needs these two files. They hold names, addresses and settings, but no keys.
     """
+    from lsgd.cli import replay  # and the coordinator with it
+
     for line in replay.lines(run, last, worker):
         click.echo(line)
 

@@ -175,9 +175,10 @@ class Worker:
                     model, optimizers, extra or {}, folder, identity.resume, island, identity.stage
                 )
                 checkpoints.restarted = identity.restarted
-                muon, lack, load = is_muon(optimizers), lack_of_room(model), checkpoints.load
+                muon, load = is_muon(optimizers), checkpoints.load
+                lack = lack_of_room(model) if muon else ""
                 membership = join_run(model, found, timeout_s, load, island, step, bears_delay=muon and not lack)
-                if muon and lack and membership.plan.algorithm.delay_is_auto:
+                if lack and membership.plan.algorithm.delay_is_auto:
                     logger.warning("%s", lack)
                 checkpoints.start(membership.welcome.run)
                 flat = FlatParameters(model, offload=membership.plan.run.offload, layout=checkpoints.layout)

@@ -203,7 +203,6 @@ class _Hooks:
         self._without = Counter[bool]()  # forward passes without gradients, one after the other; of copies: False
         self._buffers: list[Tensor] = []  # copies of the model's before a forward pass after the end of the run
         self._said: set[str] = set()
-        self._over = 0  # steps since the run has ended
         self._muted = ExitStack()
         before, after = _eager(self._before_forward), _eager(self._after_forward)
         removable: list[Any] = [
@@ -352,8 +351,8 @@ class _Hooks:
 
     def _say_over(self, worker: WrappedWorker) -> None:
         """Say that steps change nothing, from the second one on: the first one's batch may be from before the end."""
-        self._over += 1
-        if self._over == 1:
+        if "ended" not in self._said:
+            self._said.add("ended")
             return
         left = f"{max(1, worker.steps - worker.step)} more of " if worker.steps else ""
         self._say(
