@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.methods import ALL, ONE_MACHINE, ONE_MACHINE_SAMPLES, PERIODIC
-from benchmarks.report.tables import number, spread, table
+from benchmarks.report.tables import number, spread, table, worth_in_steps
 
 REFERENCES = ("ddp", "allreduce")  # the first that was run; simulated, the second is exactly the first
 COLUMNS = (
@@ -57,7 +57,7 @@ def worth_table(rows: Rows, task: str, workers: int) -> str:
     worth = {}
     for place in sorted(losses, key=_place):
         seeds = sorted(losses[place].keys() & one.keys() & more.keys())
-        found = [workers ** ((one[s] - losses[place][s]) / (one[s] - more[s])) for s in seeds if more[s] < one[s]]
+        found = [worth_in_steps(losses[place][s], one[s], more[s], workers) for s in seeds if more[s] < one[s]]
         if found:
             worth[place] = found
     if not worth:

@@ -15,7 +15,7 @@ import torch
 from benchmarks.endtoend.runs import DEFAULT, WAITING
 from benchmarks.endtoend.tables import name_of
 from benchmarks.methods import ALONE, ONE_MACHINE, ONE_MACHINE_SAMPLES
-from benchmarks.report.tables import table
+from benchmarks.report.tables import table, worth_in_steps
 from benchmarks.testbed import LINKS
 from benchmarks.workloads import TASKS
 from lsgd.plan.estimate import Link, Worth, worth_of
@@ -115,7 +115,7 @@ def _compared(
         return []
     step_s, beside = statistics.median(one_s), _beside(place, every)
     final = statistics.mean(row["final_loss"] for row in ours)
-    in_steps = 2 ** ((statistics.mean(less) - final) / (statistics.mean(less) - statistics.mean(more)))
+    in_steps = worth_in_steps(final, statistics.mean(less), statistics.mean(more), 2)
     slower = statistics.median(row["step_s"] for row in ours) / step_s / beside
     name, parameters = f"`{place.task}`, {name_of(ours[0])}", _parameters(place.task)
     said = _predicted(place, link, step_s, ours[0]["method"])

@@ -8,6 +8,9 @@ The programs use none of them.
 import sys
 from typing import Any
 
+OPERATORS = ("nms", "qnms")
+ARGUMENTS = "Tensor dets, Tensor scores, float iou_threshold"
+
 
 class Schemas:
     """Defines the schemas when torchvision is imported; finds no module."""
@@ -17,9 +20,9 @@ class Schemas:
         if name == "torchvision._meta_registrations":
             import torch
 
-            if not hasattr(torch.ops.torchvision, "nms"):
-                torch.library.define("torchvision::nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-                torch.library.define("torchvision::qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            if not hasattr(torch.ops.torchvision, OPERATORS[0]):
+                for operator in OPERATORS:
+                    torch.library.define(f"torchvision::{operator}", f"({ARGUMENTS}) -> Tensor")
 
 
 sys.meta_path.insert(0, Schemas())

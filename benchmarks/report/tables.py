@@ -16,6 +16,15 @@ def number(value: float, form: str, missing: str = "") -> str:
     return format(value, form) if math.isfinite(value) else missing
 
 
+def worth_in_steps(loss: float, one: float, more: float, workers: int) -> float:
+    """Return how many times the steps of a worker one machine needs for a loss.
+
+    ``one`` and ``more``: its losses after as many steps as a worker, and as all of them. Between these, the loss is
+    taken to fall in proportion to the logarithm of the steps.
+    """
+    return float(workers ** ((one - loss) / (one - more)))
+
+
 def spread(values: Sequence[float], form: str) -> str:
     """Return mean ± standard deviation, the mean alone of one value, nothing of none."""
     if not len(values):
