@@ -100,7 +100,6 @@ class Monitor:
         handshake: event that the last handshake ended with; 0 if there was none, or if the peer was silent until the
             handshake's deadline: it may be frozen, and has refused nobody.
         refused: number of handshakes that failed.
-        hung_up: how many of these because the peer hung up: the listener that refuses, or one that only knocks.
         cut: number of connections of unknown peers that were cut because there were too many.
     """
 
@@ -115,7 +114,6 @@ class Monitor:
         self._looked_at = 0.0
         self.handshake = 0
         self.refused = 0
-        self.hung_up = 0
         self.cut = 0
 
     @property
@@ -150,7 +148,6 @@ class Monitor:
                 silent = kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EAGAIN
                 self.handshake = 0 if silent else kind
                 self.refused += bool(kind & _FAILED)
-                self.hung_up += kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         excess = len(self._strangers) - max_strangers() if self._strangers else 0
         for descriptor in list(islice(self._strangers, max(0, excess))):
             self.cut += _shut_down(descriptor, self._strangers.pop(descriptor))

@@ -242,8 +242,7 @@ class Listener(_Socket):
         refused = cut = 0
         if self._monitor is not None:
             self._monitor.take()
-            refused = self._monitor.refused - self._monitor.hung_up  # who hangs up was not refused
-            self._monitor.refused = self._monitor.hung_up = 0
+            refused, self._monitor.refused = self._monitor.refused, 0
             cut, self._monitor.cut = self._monitor.cut, 0
         if cut:
             yield (

@@ -92,16 +92,6 @@ def test_thousands_of_refused_connections_do_not_disturb_who_is_in(listener, lin
     assert f"{FLOOD} connections refused: " in "".join(listener.refusals())
 
 
-def test_who_only_knocks_is_not_refused(listener, link) -> None:
-    """As a node does that looks whether the host of a silent server answers."""
-    until(exchange(listener, link), "the peer is in")
-    for _ in range(3):
-        socket.create_connection(place(listener), timeout=5).close()
-    monitor = listener._monitor
-    until(lambda: monitor.take() or monitor.hung_up == 3, "the knocks are over")
-    assert list(listener.refusals()) == []
-
-
 def test_reports_that_nobody_takes_do_not_block_the_socket(listener, link) -> None:
     once = exchange(listener, link)
     until(once, "the peer is in")
