@@ -39,6 +39,7 @@ MpiDefault=none
 ReturnToService=2
 KillWait={kill_wait_s}
 MinJobAge=600
+FirstJobId={first_job}
 SchedulerParameters=sched_interval=2,bf_interval=2
 NodeName=one NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} State=UNKNOWN
 NodeName=two NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} State=UNKNOWN
@@ -68,6 +69,7 @@ class Slurm:
                 ports=[free_port() for _ in range(3)],
                 folder=folder,
                 kill_wait_s=kill_wait_s,
+                first_job=os.getpid() % 10_000 + 1,  # jobs have ports by their numbers, and another cluster may be here
                 cpus=os.cpu_count(),
             )
         )
