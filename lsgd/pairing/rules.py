@@ -73,6 +73,11 @@ class Dial:
     at: str = ""
     advert: Advert | None = None
 
+    @property
+    def who(self) -> str:
+        """Its name, or the address."""
+        return self.advert.name if self.advert else self.at
+
 
 @dataclass(frozen=True)
 class Choose:

@@ -1,11 +1,7 @@
 """``lsgd up``: looks for other machines, and joins their run, or begins one that they can join."""
 
-import os
-import select
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +14,7 @@ from lsgd.pairing.door import Door
 from lsgd.pairing.peers import Peers
 from lsgd.pairing.record import Run, died
 from lsgd.pairing.rules import Begin, Choose, Dial, Facts, Look, Resume, next_step
+from lsgd.pairing.typed import Typed
 from lsgd.pairing.visit import Grant, Visit
 from lsgd.protocol.ports import DEFAULT_PORT
 from lsgd.protocol.sockets import wait_for
@@ -76,40 +73,36 @@ class Joins:
     at: str
 
 
-class Typed:
-    """What a person types here, if somebody can."""
+@dataclass
+class Call:
+    """A machine that is dialed until it answers, and visited then.
 
-    def __init__(self) -> None:
-        self.can = False
-        self._text = b""
-        with suppress(OSError, ValueError, AttributeError):
-            self._descriptor = sys.stdin.fileno()
-            if sys.stdin.isatty():
-                self.can = os.tcgetpgrp(self._descriptor) == os.getpgrp()  # else reading would stop this process
-            else:
-                self.can = not self._is_at_end()
+    Args:
+        dial: which one.
+        since: since when it is silent.
+        tried_at: when it was dialed last.
+        visit: None: the last try was in vain.
+    """
 
-    def fileno(self) -> int:
-        """Return the descriptor to poll."""
-        return self._descriptor
+    dial: Dial
+    since: float
+    tried_at: float = float("-inf")
+    visit: Visit | None = None
 
-    def lines(self) -> list[str]:
-        """Return the lines that are complete."""
-        if not self.can or not select.select([self._descriptor], [], [], 0)[0]:
-            return []
-        if self._is_at_end():
-            return []
-        *lines, self._text = self._text.split(b"\n")
-        return [line.decode(errors="replace") for line in lines if line.strip()]
+    @property
+    def sources(self) -> Sequence[Any]:
+        """What to wait for."""
+        return self.visit.sources if self.visit else []
 
-    def _is_at_end(self) -> bool:
-        """Read what is there; return whether nothing more will come."""
-        if not select.select([self._descriptor], [], [], 0)[0]:
-            return False
-        data = os.read(self._descriptor, 1 << 12)
-        self._text += data
-        self.can = bool(data)
-        return not data
+    def type(self, code: str, now: float) -> None:
+        """Try a code that a person has typed here."""
+        if self.visit:
+            self.visit.type(code, now)
+
+    def close(self, now: float) -> None:
+        """Hang up."""
+        if self.visit:
+            self.visit.close(now)
 
 
 class Up:
@@ -141,10 +134,8 @@ class Up:
         self._began = self._said_at = clock()
         self._died = None if wishes.new or wishes.at else died(runs, wishes.command, wishes.name)
         self._discovery = None if self._died else Discovery()
-        self._door: Door | None = None
-        self._visit: Visit | None = None
-        self._dial: Dial | None = None
-        self._dialed_at = self._dialing_since = 0.0
+        self._does: Door | Call | None = None
+        """Waits for others, or calls one of them; None: it looks."""
         self._unreachable: set[str] = set()
 
     def run(self) -> Hosts | Joins:
@@ -155,24 +146,21 @@ class Up:
         """
         try:
             if self._discovery:
-                self._discovery.show(self._advert(Kind.LOOKS, 0))
+                self._discovery.show(self._advert(Kind.LOOKS))
             while True:
                 now = self._clock()
                 if found := self._turn(now):
                     return found
                 wait_for(TURN_S, *self._sources())
         finally:
-            if self._visit:
-                self._visit.close(self._clock())
-            if self._door:
-                self._door.close(self._clock())
+            if self._does:
+                self._does.close(self._clock())
             if self._discovery:
                 self._discovery.close()
 
     def _sources(self) -> Sequence[Any]:
         sources: list[Any] = [self._typed] if self._typed.can else []
-        sources += self._door.sources if self._door else []
-        sources += self._visit.sources if self._visit else []
+        sources += self._does.sources if self._does else []
         if self._discovery:
             self._discovery.wakeup.clear()
             sources.append(self._discovery.wakeup)
@@ -181,18 +169,17 @@ class Up:
     def _turn(self, now: float) -> Hosts | Joins | None:
         for line in self._typed.lines():
             self._type(line, now)
-        if self._door and (hosts := self._wait(self._door, now)):
+        if isinstance(self._does, Call):
+            return self._go_on(self._does, now)
+        if self._does and (hosts := self._wait(self._does, now)):
             return hosts
-        if self._dial:
-            return self._go_on(self._dial, now)
         match next_step(self._facts(now)):
             case Resume(folder=folder):
                 return self._resume(folder)
-            case Begin() if self._door is None:
+            case Begin() if self._does is None:
                 self._begin(now)
             case Dial() as dial:
-                self._leave_door(now)
-                self._dial, self._dialing_since, self._dialed_at = dial, now, now - REDIAL_S
+                self._call(dial, now)
             case Choose(among=among):
                 raise ConfigError(_choice(among))
             case Look() | Begin():
@@ -200,22 +187,21 @@ class Up:
         return None
 
     def _facts(self, now: float) -> Facts:
-        seen = tuple(self._discovery.seen.values()) if self._discovery else ()
+        door = self._does if isinstance(self._does, Door) else None
         return Facts(
             self._peers.identity,
             now - self._began,
             self._wishes.at,
             self._wishes.new,
             self._died,
-            seen,
+            tuple(self._discovery.seen.values()) if self._discovery else (),
             self._known,
             frozenset(self._unreachable),
-            self._door is not None,
-            self._door.guests + len(self._door.came) if self._door else 0,
+            door is not None,
+            door.guests + len(door.came) if door else 0,
         )
 
-    def _advert(self, kind: Kind, port: int) -> Advert:
-        run = self._door.run.name if self._door else ""
+    def _advert(self, kind: Kind, port: int = 0, run: str = "") -> Advert:
         script = Path(self._about.script).name
         return Advert(self._peers.identity, self._about.name, kind, port, run, script, self._about.in_words)
 
@@ -225,8 +211,8 @@ class Up:
         except ConfigError as error:
             self._say(str(error))
             return
-        if side := self._visit or self._door:
-            side.type(code, now)
+        if self._does and self._does.sources:
+            self._does.type(code, now)
         else:
             self._say("no machine is waiting for a code yet")
 
@@ -236,10 +222,11 @@ class Up:
         name = wishes.name or time.strftime("%Y%m%d-%H%M%S")
         run = Run(name, wishes.command, wishes.nodes, "", wishes.port, wishes.workers)
         folder = (self._runs / name).absolute()
-        self._door = Door(run, folder, self._about, self._peers, self._code, DOOR_PORT, self._say, begun=False)
+        door = Door(run, folder, self._about, self._peers, self._code, DOOR_PORT, self._say, begun=False)
+        self._does = door
         if self._discovery:
-            self._discovery.show(self._advert(Kind.WAITS, self._door.port))
-        place = next(iter(addresses()), "ADDRESS") + f":{self._door.port}" * (self._door.port != DOOR_PORT)
+            self._discovery.show(self._advert(Kind.WAITS, door.port, name))
+        place = next(iter(addresses()), "ADDRESS") + f":{door.port}" * (door.port != DOOR_PORT)
         multicast = self._discovery is not None and not self._discovery.trouble
         line = f" -- {self._about.command}"
         if multicast:
@@ -265,13 +252,13 @@ class Up:
             self._say(f"waits for {many}, for {now - self._began:.0f} s so far{alone}")
         return None
 
-    def _leave_door(self, now: float) -> None:
-        """Another machine has begun, and this one goes there."""
-        if self._door:
-            self._door.close(now)
-            self._door = None
+    def _call(self, dial: Dial, now: float) -> None:
+        """Go to another machine; who has begun here leaves the own door for that."""
+        if self._does:
+            self._does.close(now)
             if self._discovery:
-                self._discovery.show(self._advert(Kind.LOOKS, 0))
+                self._discovery.show(self._advert(Kind.LOOKS))
+        self._does = Call(dial, now)
 
     def _resume(self, folder: Path) -> Hosts:
         run = Run.read(folder)
@@ -281,38 +268,30 @@ class Up:
         run.write(folder)
         return Hosts(run, folder.absolute(), True)
 
-    def _go_on(self, dial: Dial, now: float) -> Joins | None:
+    def _go_on(self, call: Call, now: float) -> Joins | None:
         """Continue the visit of a machine; dial it again if it is lost."""
-        if self._visit:
-            self._visit.turn(now)
-            if self._visit.grant:
-                return Joins(self._visit.grant, _where(dial)[0][0])
-            if self._visit.failed:
-                raise ConfigError(self._visit.failed)
-            if not self._visit.is_lost:
-                self._dialing_since = now
+        if call.visit:
+            call.visit.turn(now)
+            if call.visit.grant:
+                return Joins(call.visit.grant, _where(call.dial)[0][0])
+            if call.visit.failed:
+                raise ConfigError(call.visit.failed)
+            if not call.visit.is_lost:
+                call.since = now
                 return None
-            self._visit = None
-        who = dial.advert.name if dial.advert else dial.at
-        waited_s, limit_s = now - self._dialing_since, REACH_WITHIN_S[bool(dial.at)]
-        if waited_s >= limit_s:
-            trouble = f"{who} does not answer for {limit_s:g} s"
-            if dial.advert is None:
-                raise ConfigError(
-                    f"{trouble} at port {_where(dial)[0][1]}; type `lsgd up -- ...` there first, and open this port, "
-                    f"and {DEFAULT_PORT} and {DEFAULT_PORT + 1}, in its firewall"
-                )
-            self._say(f"{trouble}, so it is left out")
-            self._unreachable.add(dial.advert.identity)
-            self._dial, self._began = None, now
+            call.visit = None
+        silent_s, limit_s = now - call.since, REACH_WITHIN_S[bool(call.dial.at)]
+        if silent_s >= limit_s:
+            self._give_up(call.dial, limit_s)
+            self._does, self._began = None, now
             return None
-        if now - self._said_at >= SAY_EVERY_S and waited_s >= 1.0:
+        if now - self._said_at >= SAY_EVERY_S and silent_s >= 1.0:
             self._said_at = now
-            self._say(f"waits for {who} to answer, for {waited_s:.0f} s so far, {limit_s:g} at most")
-        if now - self._dialed_at >= REDIAL_S:
-            self._dialed_at = now
-            self._visit = Visit(
-                _where(dial),
+            self._say(f"waits for {call.dial.who} to answer, for {silent_s:.0f} s so far, {limit_s:g} at most")
+        if now - call.tried_at >= REDIAL_S:
+            call.tried_at = now
+            call.visit = Visit(
+                _where(call.dial),
                 self._about,
                 self._peers,
                 self._code,
@@ -323,6 +302,21 @@ class Up:
                 differs=self._wishes.differs,
             )
         return None
+
+    def _give_up(self, dial: Dial, limit_s: float) -> None:
+        """Leave a machine that was seen out.
+
+        Raises:
+            ConfigError: the user has named it.
+        """
+        trouble = f"{dial.who} does not answer for {limit_s:g} s"
+        if dial.advert is None:
+            raise ConfigError(
+                f"{trouble} at port {_where(dial)[0][1]}; type `lsgd up -- ...` there first, and open this port, "
+                f"and {DEFAULT_PORT} and {DEFAULT_PORT + 1}, in its firewall"
+            )
+        self._say(f"{trouble}, so it is left out")
+        self._unreachable.add(dial.advert.identity)
 
 
 def _choice(among: Sequence[Advert]) -> str:
