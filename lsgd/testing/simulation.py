@@ -5,7 +5,7 @@ docs/contributing/extending.md has an example.
 
 import math
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +23,7 @@ from lsgd.errors import ConfigError, ExchangeError
 from lsgd.flat import FlatParameters, floating_buffers
 from lsgd.probe import probe_loss
 from lsgd.protocol.messages import Generation, Round
-from lsgd.settings import AlgorithmSettings
+from lsgd.settings import AlgorithmSettings, Schedule
 
 T = TypeVar("T")
 
@@ -180,6 +180,78 @@ def steps_at(speed: float, steps: int) -> int:
     return round(own)
 
 
+class _Calendar:
+    """Says when a worker's rounds come, by the algorithm's schedule, and which settings hold between them.
+
+    Args:
+        steps: the mean worker's steps in the whole run; 0: unknown, and no setting changes.
+        speed: the worker's, relative to the mean.
+    """
+
+    def __init__(self, settings: AlgorithmSettings, steps: int, speed: float) -> None:
+        self._planned, self._speed, self._steps_in_all = settings, speed, steps * speed
+        self._began = 0  # at this step, with a global round
+        self._hold(settings)
+
+    def due(self, step: int) -> str | None:
+        """Return the scope of the round before a step, if one is due."""
+        since = step - self._began
+        return "global" if since % self._period == 0 else "local" if since % self._local_period == 0 else None
+
+    def begin(self, step: int) -> AlgorithmSettings:
+        """Return the settings that hold from this step, and its global round, to the next global round."""
+        self._began = step
+        settings = self._planned.at(step / self._steps_in_all if self._steps_in_all else None)
+        self._hold(settings)
+        return settings
+
+    def _hold(self, settings: AlgorithmSettings) -> None:
+        self.schedule = schedule = settings.schedule()
+        self._period, self._local_period = (steps_at(self._speed, n) for n in (schedule.period, schedule.local_period))
+
+
+class _Election:
+    """Elects the leaders of rounds as the servers do: by what workers have lost lately, or lose on a common batch.
+
+    Args:
+        run: what lots are derived from.
+        probe: returns the loss on a batch common to all workers, for elections by probe.
+
+    Raises:
+        ConfigError: elections are by probe, and there is none.
+    """
+
+    def __init__(self, group: SimulatedGroup, schedule: Schedule, run: str, probe: Callable[[], float] | None) -> None:
+        if schedule.election == "probe" and probe is None:
+            raise ConfigError("the election needs a probe, and this worker has none; pass one with probe=...")
+        self._group, self._run = group, run
+        self._kind, self._probe = schedule.election, probe if schedule.election == "probe" else None
+        self._losses: deque[float] = deque(maxlen=schedule.local_period)
+        self._usual: list[float | None] = [None] * group.size  # each worker's usual loss, as the server keeps it
+
+    def note(self, loss: float) -> None:
+        """Note the loss of a step."""
+        self._losses.append(loss)
+
+    def leaders(self, number: int) -> tuple[int, tuple[int, ...]]:
+        """Return the leader of the round with this number, and each node's."""
+        loss = math.inf  # before the first step
+        if self._losses:
+            loss = self._probe() if self._probe is not None else sum(self._losses) / len(self._losses)
+        own = torch.tensor([loss if math.isfinite(loss) else math.inf], dtype=torch.float64)
+        losses = [torch.empty_like(own) for _ in range(self._group.size)]
+        self._group.aside.all_gather(losses, own).wait()
+        standings: list[tuple[bool, float]] = []
+        for rank, loss in enumerate(map(float, losses)):
+            standings.append(standing(self._kind, loss, self._usual[rank], f"{self._run} {number} {rank}"))
+            if math.isfinite(loss):
+                self._usual[rank] = usual_loss(self._usual[rank], loss)
+        sizes = self._group.node_sizes
+        nodes = (node_ranks(first, sizes) for first in first_ranks(sizes))
+        leaders = tuple(min(node, key=standings.__getitem__) for node in nodes)
+        return min(leaders, key=standings.__getitem__), leaders
+
+
 class SimulatedWorker:
     """A worker that trains with one of lsgd's algorithms and without servers: what the client does in an iteration.
 
@@ -226,17 +298,11 @@ class SimulatedWorker:
         self.algorithm = settings.create(parameters, run)
         self.algorithm.muon = is_muon([optimizer])
         self.steps = 0
-        self._planned, self._steps_in_all, self._speed = settings, steps, speed
-        self._stretch_began = 0  # the step of the last global round
-        self._apply(settings)
-        self._buffers = () if self._schedule.lockstep else buffers
-        self._losses: deque[float] = deque(maxlen=self._schedule.local_period)
-        self._usual: list[float | None] = [None] * group.size  # each worker's usual loss, as the server keeps it
-        self._run = run
-        self._probe = probe if self._schedule.election == "probe" else None
-        if self._schedule.election == "probe" and probe is None:
-            raise ConfigError("the election needs a probe, and this worker has none; pass one with probe=...")
-        self._rounds = self._global_rounds = 0
+        self._calendar = _Calendar(settings, steps, speed)
+        schedule = self._calendar.schedule
+        self._buffers = () if schedule.lockstep else buffers
+        self._election = _Election(group, schedule, run, probe)
+        self._rounds = Counter[str]()
 
     @classmethod
     def of_model(
@@ -270,29 +336,18 @@ class SimulatedWorker:
 
         ``compute_loss`` runs the forward pass on the next batch and returns its loss, one number.
         """
-        order, since = None, self.steps - self._stretch_began
-        if since % self._local_period == 0 or since % self._period == 0:
-            order = self._elect("global" if since % self._period == 0 else "local")
+        order = None
+        if scope := self._calendar.due(self.steps):
+            order = self._round(scope)
             if self.steps:
                 self.settle()
-            if order.scope == "global":
-                self._begin_stretch()
+            if scope == "global":
+                self.algorithm.settings = self._calendar.begin(self.steps)
             if self.steps == 0:
                 self.begin(order)
-            for buffer in self._buffers if order.scope == "global" else ():
+            for buffer in self._buffers if scope == "global" else ():
                 self.average(buffer)
         return self.iterate(order, compute_loss)
-
-    def _begin_stretch(self) -> None:
-        """Apply the settings that hold until the next global round."""
-        self._stretch_began = self.steps
-        in_all = self._steps_in_all * self._speed
-        self.algorithm.settings = self._planned.at(self.steps / in_all if in_all else None)
-        self._apply(self.algorithm.settings)
-
-    def _apply(self, settings: AlgorithmSettings) -> None:
-        self._schedule = schedule = settings.schedule()
-        self._period, self._local_period = (steps_at(self._speed, n) for n in (schedule.period, schedule.local_period))
 
     def begin(self, order: Round) -> None:
         """Begin a generation: copy the shared state from the source, and reset the algorithm."""
@@ -316,45 +371,24 @@ class SimulatedWorker:
             land(self.algorithm.after_backward(self.parameters, self.gradients, self.group, order))
         self.optimizer.step()
         land(self.algorithm.after_step(self.parameters))
-        self._losses.append(float(loss.detach()))
         self.steps += 1
-        return self._losses[-1]
-
-    def mean_loss(self) -> float:
-        """Return the mean loss of the last ``local_period`` steps; infinity if there is no finite one."""
-        mean = sum(self._losses) / len(self._losses) if self._losses else math.inf
-        return mean if math.isfinite(mean) else math.inf
-
-    def _electing_loss(self) -> float:
-        """Return this worker's loss for elections: its batches', or its probe's once it has trained."""
-        loss = self._probe() if self._probe is not None and self.steps else self.mean_loss()
-        return loss if math.isfinite(loss) else math.inf
+        own = float(loss.detach())
+        self._election.note(own)
+        return own
 
     @torch.no_grad()
     def average(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by its mean over all workers."""
         self.group.aside.all_reduce(tensor.div_(self.group.size)).wait()
 
-    def _elect(self, scope: str) -> Round:
+    def _round(self, scope: str) -> Round:
         """Return the next round with the elected leaders: one on each node, and one of these."""
-        own = torch.tensor([self._electing_loss()], dtype=torch.float64)
-        losses = [torch.empty_like(own) for _ in range(self.group.size)]
-        self.group.aside.all_gather(losses, own).wait()
-        sizes = self.group.node_sizes
-        nodes = [node_ranks(first, sizes) for first in first_ranks(sizes)]
-        self._rounds += 1
-        standings: list[tuple[bool, float]] = []
-        for rank, loss in enumerate(map(float, losses)):
-            lot = f"{self._run} {self._rounds} {rank}"
-            standings.append(standing(self._schedule.election, loss, self._usual[rank], lot))
-            if math.isfinite(loss):
-                self._usual[rank] = usual_loss(self._usual[rank], loss)
-        leaders = tuple(min(node, key=standings.__getitem__) for node in nodes)
-        leader = min(leaders, key=standings.__getitem__)
-        exchanges = self._global_rounds
-        self._global_rounds += scope == "global"
-        generation = generation_of(sizes)
-        return Round(self._rounds, generation, scope, leader, leaders, exchanges, (), 0, False)
+        exchanges = self._rounds["global"]
+        self._rounds[scope] += 1
+        number = self._rounds.total()
+        leader, leaders = self._election.leaders(number)
+        generation = generation_of(self.group.node_sizes)
+        return Round(number, generation, scope, leader, leaders, exchanges, (), 0, False)
 
 
 def land(commit: Commit | None) -> None:

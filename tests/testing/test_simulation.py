@@ -63,7 +63,6 @@ def test_rounds_come_by_the_schedule_and_the_lowest_losses_lead():
         worker = worker_of(group, NotingSettings(), model)
         for _ in range(9):
             worker.step(lambda: LOSSES[group.rank] + 0.0 * model.bias.sum())
-        assert worker.mean_loss() == LOSSES[group.rank]
         return worker.algorithm
 
     for algorithm in simulate(NODES, member):
