@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lsgd.client.groups import mesh, staging, stream
+from lsgd.client.groups import connections, mesh, staging, stream
 from lsgd.client.groups.base import Members
 from lsgd.client.groups.mesh import Mesh
 from lsgd.client.groups.reach import Endpoint
@@ -187,7 +187,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     made = Clock()
-    for module in (stream, mesh):
+    for module in (stream, mesh, connections):
         monkeypatch.setattr(module, "time", made)
     monkeypatch.setattr(stream, "TURN_S", 0.0005)  # of real time: less than a piece of a tensor takes
     return made

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lsgd.client.groups import mesh
+from lsgd.client.groups import connections
 from lsgd.client.groups.handshake import HELLO_NBYTES, Hello, context_of
 from lsgd.client.groups.reach import Endpoint
 from lsgd.client.groups.tcp_group import TcpGroup
@@ -42,7 +42,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 
 def test_strangers_are_refused_and_the_members_go_on(caplog, monkeypatch) -> None:
-    monkeypatch.setattr(mesh, "HELLO_WITHIN_S", 120.0)  # the idle ones make room before
+    monkeypatch.setattr(connections, "HELLO_WITHIN_S", 120.0)  # the idle ones make room before
     (first, second), store = members(2, [CERTIFICATE] * 2)
     first._mesh.from_(1)  # it listens
     endpoint = Endpoint.of(store.get("tcp/node0/worker0"))
@@ -75,7 +75,7 @@ def test_strangers_are_refused_and_the_members_go_on(caplog, monkeypatch) -> Non
 
 @pytest.mark.parametrize("certificate", [b"", CERTIFICATE], ids=["plain", "tls"])
 def test_one_that_speaks_slowly_has_no_more_time_than_others(certificate, caplog, monkeypatch) -> None:
-    monkeypatch.setattr(mesh, "HELLO_WITHIN_S", 0.3)
+    monkeypatch.setattr(connections, "HELLO_WITHIN_S", 0.3)
     groups, store = members(2, [certificate] * 2)
     groups[0]._mesh.from_(1)
     endpoint = Endpoint.of(store.get("tcp/node0/worker0"))
@@ -88,7 +88,7 @@ def test_one_that_speaks_slowly_has_no_more_time_than_others(certificate, caplog
         socket.create_connection((endpoint.address, endpoint.port)) as slow,
     ):
         until(lambda: groups[0]._mesh._service._greeting or caplog.records, "it is heard, or refused already")
-        slow.settimeout(3 * mesh.HELLO_WITHIN_S / len(said))  # at the end of its words it is too late
+        slow.settimeout(3 * connections.HELLO_WITHIN_S / len(said))  # at the end of its words it is too late
         for byte in said:
             with suppress(BrokenPipeError, ConnectionResetError):
                 slow.send(bytes([byte]))
@@ -97,7 +97,7 @@ def test_one_that_speaks_slowly_has_no_more_time_than_others(certificate, caplog
         slow.settimeout(scaled(20))
         assert is_closed(slow)
         until(lambda: caplog.records, "it is said")
-        monkeypatch.setattr(mesh, "HELLO_WITHIN_S", 20.0)
+        monkeypatch.setattr(connections, "HELLO_WITHIN_S", 20.0)
         assert all_at_once(groups, ones) == [2.0, 2.0]
     assert [record.getMessage() for record in caplog.records] == [REFUSED + "it did not say who it is within 0.3 s"]
 
