@@ -14,6 +14,7 @@ from typing import Protocol
 
 from lsgd.check.facts import Life, Reader, Run
 from lsgd.check.settings import variables
+from lsgd.node.screen import LAUNCHER
 from lsgd.observer import FOLDER_VARIABLE
 
 POLL_S = 0.1
@@ -170,12 +171,17 @@ class Watched:
             os.kill(pid, signal.SIGSTOP)
         try:
             until_s = time.monotonic() + STAND_STILL_S
-            self.until(lambda _: self._reader.processes > before or time.monotonic() > until_s)
+            self.until(lambda _: self._reader.processes > before or self._is_given_up() or time.monotonic() > until_s)
         finally:
             for pid in others:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
         return self.until(lambda now: len(now) > len(lives) and now[-1].made >= STEPS_BACK)
+
+    def _is_given_up(self) -> bool:
+        """Whether the launcher has said of the killed worker that it has ended, and not that it starts again."""
+        lines = self._log.read_text(errors="replace").splitlines()
+        return any("restarting" not in line for line in lines if line.startswith(f"{LAUNCHER}{self._killed} "))
 
     def stop(self) -> None:
         """Stop the run, as lsgd stop or Ctrl-C do."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lsgd.check import runs
 from lsgd.check.verdicts import Status, Verdict
 
 from .scripts import ALL, MORE, RIGHT, WRONG, check, point_of, points_of, wrong_lines
@@ -43,6 +44,16 @@ def test_there_are_enough_of_them() -> None:
 def test_some_of_the_wrong_ones(name, tmp_path) -> None:
     (script,) = (each for each in WRONG if each.stem == name)
     names_the_mistake(script, check(script, tmp_path, {point_of(script)})[point_of(script)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_crash_at_the_restart_is_said_at_once(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(runs, "STAND_STILL_S", 1e6)  # the others would stand still until the check loses its patience
+    (script,) = (each for each in WRONG if each.stem == "crash_on_restart")
+    verdict = check(script, tmp_path, {7})[7]
+    names_the_mistake(script, verdict)
+    assert "File exists" in verdict.findings[0].what
 
 
 @pytest.mark.slow
