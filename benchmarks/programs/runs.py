@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ from benchmarks.testbed.launch import RunFailedError
 WORKERS = 2
 PLAN: Mapping[str, str] = {"LSGD_ALGORITHM": "local", "LSGD_PERIOD": "4"}
 ALL = "1,2,3,4,5,6,7,8,9"
+APART = ("1234589", "6", "7")
+"""Points that share no start of the script: each has a check of its own, and these run side by side."""
+
 DEADLINE_S = 600.0
 SHOWN_LINES = 40
 _FIGURE = re.compile(r"(?:^|\] )(?P<name>[a-z][\w -]*): (?P<value>-?[\d.]+(?:e[-+]\d+)?)$", re.M)
@@ -30,7 +33,7 @@ def alone(program: Program, python: str, folder: Path) -> dict[str, Any]:
     script.write_text(program.plain, encoding="utf-8")
     began = time.monotonic()
     command = [python, *shlex.split(program.says("Alone")), str(script), *_arguments(program, 1)]
-    said = _run(command, folder, {}, DEADLINE_S)
+    (said,) = _run({folder: command}, {}, DEADLINE_S)
     return {"figure": figure(program, said), "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -43,7 +46,8 @@ def two(program: Program, python: str, folder: Path) -> dict[str, Any]:
     launch += ["--run-dir", str(folder / "run"), "--log-to", "csv", *shlex.split(program.says("Launch")), "--"]
     began = time.monotonic()
     command = [python, str(program.path), *_arguments(program, WORKERS)]
-    said = _run([*([] if starts_itself(program) else launch), *command], folder, variables(program), DEADLINE_S)
+    whole = [*([] if starts_itself(program) else launch), *command]
+    (said,) = _run({folder: whole}, variables(program), DEADLINE_S)
     found = {"figure": figure(program, said), "seconds": round(time.monotonic() - began, 1)}
     if starts_itself(program):
         return {**found, "round_nbytes": None}
@@ -64,15 +68,18 @@ def _arguments(program: Program, workers: int) -> list[str]:
 
 def check(program: Program, python: str, folder: Path, points: str = ALL) -> dict[str, Any]:
     """Return what ``lsgd check`` says of each of these points; and, as :func:`two`, of its run with two workers."""
-    found = folder / "check.json"
     steps = str(program.steps // WORKERS)
-    command = [python, "-m", "lsgd.client", "check", "--device", "cpu", "--json", str(found), "--keep"]
-    command += ["--steps", steps, "--only", points, "--", python, str(program.path), steps]
+    wanted = [",".join(point for point in apart if point in points.split(",")) for apart in APART]
+    commands = {}
+    for only in filter(None, wanted):
+        (own := folder / f"check-{only}").mkdir()
+        command = [python, "-m", "lsgd.client", "check", "--device", "cpu", "--json", "check.json", "--keep"]
+        commands[own] = [*command, "--steps", steps, "--only", only, "--", python, str(program.path), steps]
     began = time.monotonic()
-    said = _run(command, folder, variables(program) | {"TMPDIR": str(folder)}, 2 * DEADLINE_S, (0, 1))
+    _run(commands, variables(program) | {"TMPDIR": str(folder)}, 2 * DEADLINE_S, (0, 1))
     seconds = round(time.monotonic() - began, 1)
-    (folder / "check.txt").write_text(said, encoding="utf-8")
-    judged = json.loads(found.read_text())
+    judged = [each for own in commands for each in json.loads((own / "check.json").read_text())]
+    judged.sort(key=lambda each: int(each["point"]))
     return {
         "seconds": seconds,
         **({} if program.says("Launch") else _straight(program, folder)),
@@ -128,37 +135,46 @@ def round_nbytes(path: Path) -> float | None:
 
 
 def _run(
-    command: Sequence[str], folder: Path, own: Mapping[str, str], deadline_s: float, right: Sequence[int] = (0,)
-) -> str:
-    """Run a command in a folder, as a session of its own, and return what it has said.
+    commands: Mapping[Path, Sequence[str]], own: Mapping[str, str], deadline_s: float, right: Sequence[int] = (0,)
+) -> list[str]:
+    """Run commands side by side, each in its folder and as a session of its own, and return what each has said.
 
     Raises:
-        RunFailedError: it ends with another exit code, or not in time.
+        RunFailedError: one ends with another exit code, or not in time.
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LSGD_")}
     environ |= {"OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg", "TOKENIZERS_PARALLELISM": "false"}
-    environ |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hub"), "YOLO_CONFIG_DIR": str(folder / "yolo")}
-    environ |= {"PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0", **own}
-    log = folder / "output.txt"
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            raise RunFailedError(f"{shlex.join(command)} has not ended after {deadline_s:g} s:\n{_tail(log)}") from None
-        finally:
-            _end(process)
-    if code not in right:
-        raise RunFailedError(f"{shlex.join(command)} ended with {code}:\n{_tail(log)}")
-    return log.read_text(encoding="utf-8", errors="replace")
+    environ |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore", "RAY_USAGE_STATS_ENABLED": "0"}
+    until_s = time.monotonic() + deadline_s
+    with ExitStack() as stack:
+        processes = {}
+        for folder, command in commands.items():
+            homes = {"HF_HOME": str(folder / "hub"), "YOLO_CONFIG_DIR": str(folder / "yolo")}
+            output = stack.enter_context((folder / "output.txt").open("w", encoding="utf-8"))
+            processes[folder] = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**environ, **homes, **own},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            stack.callback(_end, processes[folder])
+        for folder, process in processes.items():
+            how = ""
+            try:
+                if (code := process.wait(max(0.0, until_s - time.monotonic()))) not in right:
+                    how = f"ended with {code}"
+            except subprocess.TimeoutExpired:
+                how = f"has not ended after {deadline_s:g} s"
+            if how:
+                raise RunFailedError(f"{shlex.join(commands[folder])} {how}:\n{_last(_said(folder))}")
+    return [_said(folder) for folder in commands]
+
+
+def _said(folder: Path) -> str:
+    return (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -169,10 +185,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 os.killpg(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(patience_s)
-
-
-def _tail(log: Path) -> str:
-    return _last(log.read_text(encoding="utf-8", errors="replace"))
 
 
 def _last(said: str) -> str:

@@ -1,7 +1,7 @@
 """timm: a small network with mixup, label smoothing, timm's scheduler, and an EMA of the weights.
 
 Needs: timm torchvision
-Steps: 60
+Steps: 200
 Remark: The figure is that of the averaged weights
 """
 
