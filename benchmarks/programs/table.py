@@ -7,10 +7,16 @@ from typing import Any
 from benchmarks.programs.environment import ROOT
 from benchmarks.programs.program import SCRIPTS, Program, programs
 from benchmarks.report.tables import table
+from lsgd.check.verdicts import POINTS
 
 PAGE = ROOT / "docs" / "guides" / "programs.md"
 _TABLE = re.compile(r"^\| program \|.*?\n(?=\n|\Z)", re.M | re.S)
-COLUMNS = ("program", "what", "lines", "figure", "alone", "two workers", "bytes a round", "checked", "versions")
+COLUMNS = (
+    *("program", "what", "lines", "figure", "alone", "two workers", "bytes a round"),
+    *("points 1 to 9", "checked", "versions"),
+)
+SIGNS: Mapping[str, str] = {"right": "✓", "wrong": "✗", "unjudged": "-"}
+NOT_ASKED = "·"
 
 Row = Mapping[str, Any]
 
@@ -37,7 +43,7 @@ def _cells(program: Program, parts: Mapping[str, Row]) -> list[str]:
     added, replaced = program.changes
     what = program.title + (f". {program.says('Remark')}" if program.says("Remark") else "")
     if program.says("Unable"):
-        return [link, f"{program.title}. {program.says('Unable')}", *[""] * 7]
+        return [link, f"{program.title}. {program.says('Unable')}", *[""] * (len(COLUMNS) - 2)]
     current = {name: row for name, row in parts.items() if row["script"] == program.digest}
     alone, checked = current.get("alone"), current.get("check")
     two = current.get("two") or checked
@@ -49,7 +55,8 @@ def _cells(program: Program, parts: Mapping[str, Row]) -> list[str]:
         program.says("Figure", "held-out loss"),
         *(f"{row['figure']:.4g}" if row else "" for row in (alone, two)),
         nbytes(two["round_nbytes"]) if two and two["round_nbytes"] is not None else "",
-        _checked(checked),
+        _signs(checked["points"]) if checked else "",
+        checked["date"] if checked else "",
         ", ".join(f"{name} {version}" for name, version in versions.items() if name != "torch"),
     ]
 
@@ -62,11 +69,5 @@ def nbytes(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _checked(row: Row | None) -> str:
-    if row is None:
-        return ""
-    wrong = [point for point, status in row["points"].items() if status == "wrong"]
-    unjudged = [point for point, status in row["points"].items() if status == "unjudged"]
-    words = f"✗ {', '.join(wrong)}" if wrong else "✓"
-    some = f" (of {', '.join(row['points'])})" if len(row["points"]) < 9 else ""
-    return f"{words}{' - ' + ', '.join(unjudged) if unjudged else ''}{some} {row['date']}"
+def _signs(points: Mapping[str, str]) -> str:
+    return "".join(SIGNS[points[str(point)]] if str(point) in points else NOT_ASKED for point in POINTS)
