@@ -64,7 +64,7 @@ def _never_asked(state: RunState, join: Join) -> bool:
 def _admit(state: RunState, join: Join) -> None:
     member = Member(join, state.now)
     if not state.roster.members:
-        state.few_since = state.now
+        state.gathering.since = state.now
     state.roster.add(member)
     state.note(Why.JOINS(worker=join.worker, address=join.address, joined=state.joined()))
     _welcome(state, [member])
@@ -72,7 +72,7 @@ def _admit(state: RunState, join: Join) -> None:
 
 def announce(state: RunState, hello: NodeHello) -> None:
     """Note how many workers a node has."""
-    state.announced[hello.node] = max(hello.workers, 1)
+    state.gathering.announced[hello.node] = max(hello.workers, 1)
     _welcome(state, [])
 
 
@@ -82,8 +82,7 @@ def _welcome(state: RunState, members: list[Member]) -> None:
     if state.life.stage is Stage.GATHERING and state.suffices(len(everybody)):
         state.life.move(Stage.WELCOMING, state.now)
         members = everybody
-        state.first = state.first or everybody[0].worker
-        state.few_since = state.now  # from now on the run waits for their first requests
+        state.gathering.complete(state.now, everybody[0].worker)
     if state.life.stage is Stage.GATHERING:
         for member in members:
             state.answer(member, Waiting(0, state.joined(names=True)))
@@ -91,12 +90,12 @@ def _welcome(state: RunState, members: list[Member]) -> None:
     ranks = {member: rank for rank, member in enumerate(everybody)}
     has_begun = state.roster.generation is not None
     size = max(len(everybody), 0 if has_begun else state.wanted)
-    first = [member.join for member in state.roster.members.values()][:1]
+    first, access = [member.join for member in state.roster.members.values()][:1], state.tenure.access
     for member in members:
         warnings = tuple(warned for _, warned in differences(member.join, first) if warned)
         if member.began < 0:
             state.roster.welcome(member, _place_in_loop(state, member, everybody))
-        more = state.certificate, state.relay, state.relay_secret, state.first, member.began, has_begun
+        more = access.certificate, access.relay, access.secret, state.gathering.first, member.began, has_begun
         state.answer(member, Welcome(state.run, state.plan.to_json(), ranks[member], size, warnings, *more))
 
 
@@ -113,7 +112,7 @@ def _place_in_loop(state: RunState, member: Member, everybody: Sequence[Member])
 def end_waiting(state: RunState) -> None:
     """If the first round has waited for too long: continue without those that never asked, or refuse everybody."""
     members, waited_s = state.roster.members, state.plan.run.join_timeout_s
-    if state.roster.generation is not None or not members or state.now - state.few_since <= waited_s:
+    if state.roster.generation is not None or not members or state.now - state.gathering.since <= waited_s:
         return
     if state.suffices(len(members)):
         for member in state.roster.within(MemberState.JOINED):
@@ -134,7 +133,7 @@ def refuse(state: RunState, member: Member, reason: Reason) -> None:
 
 def node_leaves(state: RunState, node: int, reason: Reason) -> None:
     """Let the members of a node leave."""
-    state.announced.pop(node, None)
+    state.gathering.announced.pop(node, None)
     for member in [m for m in state.roster.members.values() if m.join.node == node]:
         state.roster.dismiss(member, reason)
         if member.state in (MemberState.HELD, MemberState.CUT, MemberState.FINISHED, MemberState.PAUSED):
@@ -148,7 +147,7 @@ def remove(state: RunState, member: Member, reason: Reason) -> None:
     in_generation = member.rank >= 0 and member.state is not MemberState.ENDED
     state.roster.remove(member, reason)
     state.data.forget(member.worker)
-    state.few_since = state.now
+    state.gathering.since = state.now
     state.note(Why.LEAVES(worker=member.worker, reason=reason, done=member.done))
     endings.left_round(state, member, Why.GONE, reason=reason)
     if in_generation:

@@ -63,7 +63,7 @@ def recall(state: RunState, members: Iterable[Member]) -> None:
 
 
 def _go(state: RunState, member: Member, order: Round | None, iterations: int) -> None:
-    _reply(state, member, Go(member.seq, order, state.progress(state.now), iterations), MemberState.BUSY)
+    _reply(state, member, Go(member.seq, order, state.share(state.now), iterations), MemberState.BUSY)
 
 
 def _reply(state: RunState, member: Member, answer: Go | Stop, after: MemberState) -> None:

@@ -68,7 +68,6 @@ from lsgd.protocol.messages import (
     Probed,
     Request,
     StopRun,
-    Term,
     Upward,
 )
 from lsgd.protocol.wants import Call, More
@@ -121,7 +120,7 @@ class Coordinator:
         state, run = self.state, self.state.plan.run
         evictions.evict_lost_node(state)
         evictions.evict_silent(state)
-        if run.seconds and state.started_at is not None and now - state.started_at >= run.seconds:
+        if run.seconds and state.progress.started_at is not None and now - state.progress.started_at >= run.seconds:
             endings.stop(state, Why.TIME_OVER(seconds=run.seconds))
         evictions.evict_stragglers(state)
         endings.fail_stuck(state)
@@ -157,24 +156,23 @@ class Coordinator:
     def meet(self, other: Meet, now: float) -> Decision:
         """Compare this part of the run with another one that it meets: one of the two gives up."""
         self._set_time(now)
-        state, later = self.state, other.terms and other.terms[-1] > self.state.terms[-1]
+        state, later = self.state, other.terms and other.terms[-1] > self.state.tenure.term
         count = state.learned(other.nodes if later else ())
         words = {"node": other.place.node, "theirs": other.count, "count": state.ledger.count}
         if other.run != state.run and other.count > 0 and state.roster.generation is None:
             reason = Why.JOINS_RUN(run=other.run, **words)
             state.note(reason)
-            state.gives_way = Moved(state.run, other.place, reason, other.run)
+            state.tenure.gives_way = Moved(state.run, other.place, reason, other.run)
         elif other.run == state.run and other.terms and not state.closed:
-            mine, theirs = state.terms[-1], other.terms[-1]
+            mine, theirs = state.tenure.term, other.terms[-1]
             match succession.meet(mine, count, theirs, other.count, other.beaten):
                 case Outcome.GIVE_UP:
                     reason = Why.GIVES_UP(**words)
                     state.note(reason)
-                    state.gives_way = Moved(state.run, other.place, reason, state.run)
+                    state.tenure.gives_way = Moved(state.run, other.place, reason, state.run)
                 case Outcome.GO_ON:
-                    state.terms = (*state.terms, Term(theirs.number + 1, mine.node))
-                    state.beaten += (theirs,)
-                    state.note(Why.BEATS(term=state.terms[-1].number, **words))
+                    state.tenure.beats(theirs)
+                    state.note(Why.BEATS(term=state.tenure.term.number, **words))
         return self._decide()
 
     def _set_time(self, now: float) -> None:
@@ -184,8 +182,8 @@ class Coordinator:
             for member in state.roster.members.values():
                 member.heard_at += away_s
                 member.spent = None  # whether it is still here is not known
-            state.moved_at += away_s
-            state.began_at = now
+            state.progress.moved_at += away_s
+            state.tenure.began_at = now
         state.now = now
 
     def _decide(self) -> Decision:
@@ -193,13 +191,12 @@ class Coordinator:
         scheduler.advance(self.state)
         state, happened = self.state, self.state.roster.happened
         if happened or state.over:
-            state.said = UNSAID
+            state.outbox.said = UNSAID
             if state.stage != self._stage:
                 self._stage, reason = state.stage, state.stopping or state.joined()
                 state.happened(RunChanged(self._stage, reason.code, str(reason)))
-            state.decision.happened, state.roster.happened = happened, []
-        decision, state.decision = state.decision, Decision()
-        return decision
+            state.outbox.decision.happened, state.roster.happened = happened, []
+        return state.outbox.take()
 
     def _sender(self, message: Upward) -> Member | None:
         """Return the member that sent a message; an evicted worker may become a member again."""
@@ -210,7 +207,7 @@ class Coordinator:
         return member
 
     def _from_member(self, member: Member, message: Upward) -> None:
-        if self.state.moved and isinstance(message, Request):
+        if self.state.tenure.took_over and isinstance(message, Request):
             self.state.book.skip_to(max(message.committed, message.dropped))
             # It has learned what this server has never counted: it takes over another's model, if one has an own.
             if message.committed > self.state.book.known:
@@ -245,14 +242,14 @@ class Coordinator:
         """Note that a member is alive; an open round moves as long as what it says of a transfer changes."""
         before = member.spent.transfer if member.spent else ""
         if member.round is not None and beat.transfer not in ("", before):
-            self.state.moved_at = self.state.now
+            self.state.progress.moved_at = self.state.now
         member.spent = beat
         self._tell_again(member)
 
     def _tell_again(self, member: Member) -> None:
         """Tell a member that its generation is over: when this server took over, it could not reach anybody yet."""
         roster = self.state.roster
-        if self.state.moved and roster.broken and roster.generation is not None and member.rank >= 0:
+        if self.state.tenure.took_over and roster.broken and roster.generation is not None and member.rank >= 0:
             self.state.answer(member, GenerationOver(roster.generation.number, roster.broken))
 
     def _request(self, member: Member, request: Request) -> None:
@@ -272,7 +269,7 @@ class Coordinator:
         endings.committed(state, member, request.committed, lacking=request.lacking)
         endings.left_round(state, member, Why.PASSED_OVER)
         state.roster.asks(member, request)
-        member.held_at = state.moved_at = state.now
+        member.held_at = state.progress.moved_at = state.now
         if member.state is MemberState.PAUSED or member.state is MemberState.STRAGGLER:
             state.ledger.released = True
         cut = state.links.bars(member.worker, state.now)
@@ -299,7 +296,7 @@ class Coordinator:
         most = self.state.plan.run.lookahead + 1 - member.granted
         current = member.state is MemberState.BUSY and member.round is None and not member.leaving
         if current and request.seq > member.seq and most > 0 and answers.give(self.state, member, request.seq, most):
-            self.state.moved_at = self.state.now
+            self.state.progress.moved_at = self.state.now
 
     def _pause(self, member: Member, pause: Pause) -> None:
         steps_aside = member.live or member.state is MemberState.STRAGGLER or member.state is MemberState.CUT

@@ -81,7 +81,7 @@ def committed(
     if opened is None:
         return
     opened.transfer_s = max(opened.transfer_s, finite(transfer_s) or 0.0)
-    state.moved_at = state.now
+    state.progress.moved_at = state.now
     if opened.round.final:
         state.roster.move(member, MemberState.ENDED)
     if opened.waiting:
@@ -102,7 +102,7 @@ def found(state: RunState, member: Member, round_id: int, missed: Sequence[int])
     if opened is None or opened.round.id != round_id or not opened.round.probe:
         return
     nodes = opened.round.generation.nodes
-    if pairs := state.ways.found(nodes, missed):
+    if pairs := state.links.ways.found(nodes, missed):
         state.note(Why.RELAYED(**named_pairs([f"node{a} and node{b}" for a, b in pairs])))
 
 
@@ -136,7 +136,7 @@ def end_generation(state: RunState, reason: Reason) -> None:
 def end_stalled(state: RunState) -> None:
     """Stop the run if those that have finished, or leave, wait for others, and nothing has moved for long."""
     waited_s = STALLED_PATIENCES * state.patience_s
-    if state.stopping or state.now - state.moved_at < waited_s:
+    if state.stopping or state.now - state.progress.moved_at < waited_s:
         return
     roster = state.roster
     waiting = roster.within(MemberState.FINISHED)
@@ -152,8 +152,8 @@ def fail_stuck(state: RunState) -> None:
     A transfer that goes on may take as long as it needs: a member gives up one that stands still by itself.
     """
     longest_s = state.patience_s + EXCHANGE_STEPS * state.plan.run.exchange_timeout_s
-    if not state.book.open or state.now - state.moved_at < longest_s:
+    if not state.book.open or state.now - state.progress.moved_at < longest_s:
         return
-    state.moved_at = state.now
+    state.progress.moved_at = state.now
     for opened in list(state.book.open.values()):
         fail_round(state, opened, Why.STUCK(who=named(opened.waiting), longest_s=longest_s))

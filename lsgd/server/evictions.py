@@ -53,7 +53,7 @@ def _leaves_a_minority(state: RunState, silent: Collection[Member]) -> bool:
     """Whether the nodes without these are a part that waits for the others, which a standby may serve."""
     nodes = {m.join.node for m in state.roster.members.values()}
     here = {m.join.node for m in state.roster.members.values() if m not in silent}
-    return (state.guarded or state.moved) and is_minority(len(nodes), len(here))
+    return (state.tenure.guarded or state.tenure.took_over) and is_minority(len(nodes), len(here))
 
 
 def take_back(state: RunState, worker: str, incarnation: int) -> Member | None:
@@ -77,11 +77,11 @@ def take_back(state: RunState, worker: str, incarnation: int) -> Member | None:
 
 def evict_lost_node(state: RunState) -> None:
     """Evict the workers of the node that served before this one, once enough nodes follow this server."""
-    if not state.moved:
+    if not state.tenure.took_over:
         return
-    before, here = state.terms[-2].node, state.announced.keys()
+    before, here = state.tenure.terms[-2].node, state.gathering.announced.keys()
     nodes = {before, *here, *(m.join.node for m in state.roster.members.values())}
-    if before == state.terms[-1].node or before in here or is_minority(len(nodes), len(here)):
+    if before == state.tenure.term.node or before in here or is_minority(len(nodes), len(here)):
         return
     for member in [m for m in state.roster.members.values() if m.join.node == before]:
         remove(state, member, Why.NODE_GONE(node=before))
@@ -94,7 +94,7 @@ def evict_stragglers(state: RunState) -> None:
     stragglers have the run's model, the others keep waiting: without it they would start over.
     """
     roster, patience_s = state.roster, state.patience_s
-    if state.now - state.moved_at < patience_s:
+    if state.now - state.progress.moved_at < patience_s:
         return
     if state.book.open or not 0 < roster.held < roster.live:
         return

@@ -174,7 +174,8 @@ class GlobalDaemon:
         self._inputs = inputs or Inputs(None)
         self._set: dict[str, str] = {}  # settings that operators have changed
         self._rendezvous = Rendezvous()
-        self._is_open = not (self._state.moved and standbys)  # nobody follows who takes over before its own node does
+        # Nobody follows a server that takes over before its own node does.
+        self._is_open = not (self._state.tenure.took_over and standbys)
         self._early: set[bytes] = set()  # peers that have looked before that
         self._nodes: dict[int, _Node] = {}
         self._challengers: dict[int, tuple[int, float]] = {}  # other servers of a node, and when they first greeted
@@ -215,8 +216,8 @@ class GlobalDaemon:
         if self._farewell is not None:
             self._dismiss(self._farewell, now)
             return
-        if self._state.gives_way is not None:
-            self._tell_where(self._state.gives_way, now)
+        if self._state.tenure.gives_way is not None:
+            self._tell_where(self._state.tenure.gives_way, now)
             return
         self._receive(now)
         if got and not self._state.stopping:
@@ -247,7 +248,7 @@ class GlobalDaemon:
         for peer, _ in self._listener.receive():
             peers.add(peer)
         self._outbox.clear()
-        own = self._nodes.get(self._state.terms[-1].node)
+        own = self._nodes.get(self._state.tenure.term.node)
         if not self._gave_way_at and self._standbys and own is not None:
             self._send(own.peer, b"", self._standbys.whole(self._state, now, partial(capture, self._state, now)))
         self._gave_way_at = self._gave_way_at or now
@@ -373,24 +374,24 @@ class GlobalDaemon:
     def _adopt(self, copy: Copy, now: float) -> None:
         """Continue from a node's copy if it is newer than the one that this server has taken over from."""
         before = self._state
-        if not before.moved:
+        if not before.tenure.took_over:
             return
         held = HeldCopy()
         held.take(copy)
         saved, rounds = held.load()
         try:
-            state = restore(taken_over(saved, before.terms), now)
+            state = restore(taken_over(saved, before.tenure.terms), now)
             term = saved["terms"][-1]
         except (ConfigError, LookupError, TypeError) as error:
             raise ProtocolError(f"a copy of the journal that cannot be used: {error}") from None
         version = (state.changes, state.ledger.count)
-        known = [[term.number, term.node] for term in before.terms]
+        known = [[term.number, term.node] for term in before.tenure.terms]
         if state.run != before.run or term not in known or version <= self._begun_from:
             return
         last = before.book.elections[-1].round if before.book.elections else 0
         state.book.elections.extend([*before.book.elections, *(one for one in rounds if one.round > last)])
-        state.certificate, state.relay, state.relay_secret = before.certificate, before.relay, before.relay_secret
-        state.announced, state.counted.count = before.announced, max(state.changes, before.changes) + 1
+        state.tenure.access, state.gathering.announced = before.tenure.access, before.gathering.announced
+        state.roster.changes.count = max(state.changes, before.changes) + 1
         if before.stopping:  # who ordered that has heard that it is done
             endings.stop(state, before.stopping)
         self._begun_from = version
@@ -455,7 +456,7 @@ class GlobalDaemon:
                 self._nodes.pop(hello.node)
                 self._handle(NodeLeave(hello.node, hello.incarnation, "the next stage"), now)
             return
-        if not self._is_open and hello.node != self._state.terms[-1].node:
+        if not self._is_open and hello.node != self._state.tenure.term.node:
             self._early.add(peer)
             return
         if hello.looks:
@@ -490,8 +491,9 @@ class GlobalDaemon:
     def _welcome(self, now: float) -> NodeWelcome:
         state = self._state
         places = self._standbys.places(state, now) if self._standbys else ()
-        relay, nodes = (state.relay, state.relay_secret), tuple(sorted(self._nodes))
-        return NodeWelcome(state.run, state.terms, state.learned(), places, state.beaten, *relay, nodes)
+        tenure, nodes = state.tenure, tuple(sorted(self._nodes))
+        relay = tenure.access.relay, tenure.access.secret
+        return NodeWelcome(state.run, tenure.terms, state.learned(), places, tenure.beaten, *relay, nodes)
 
     def _rendezvous_for(self, message: Put | Get, peer: bytes) -> None:
         self._routes[message.worker, message.incarnation] = peer
@@ -537,7 +539,7 @@ class GlobalDaemon:
             complain(trouble)
         if self._standbys is None:
             return
-        self._state.guarded = len(self._standbys.places(self._state, now)) > 1
+        self._state.tenure.guarded = len(self._standbys.places(self._state, now)) > 1
         before = self._standbys.trouble
         for peer, copy in self._standbys.copies(self._state, now, captured):
             self._outbox[peer][:0] = (b"", encode(copy))  # in one message with the answers, and before them

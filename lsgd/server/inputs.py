@@ -11,6 +11,7 @@ import pickle
 import zlib
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +22,7 @@ from lsgd.protocol.messages import decode
 from lsgd.run_folder import INPUTS
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.state import Decision, RunState
+from lsgd.server.tenure import Access
 
 MOST_NBYTES = 8 << 20
 """How large each of the two files becomes."""
@@ -30,7 +32,7 @@ MOST_STATE_NBYTES = 256 << 20
 
 _PLAIN = {("builtins", "set"), ("builtins", "frozenset"), ("collections", "deque"), ("collections", "Counter")}
 _ROOMS = (
-    *(f"server.{name}" for name in "state books roster course links meeting data life changes reasons".split()),
+    *(f"server.{name}" for name in "state tenure books roster course links meeting data life changes reasons".split()),
     *("protocol.messages", "protocol.wants", "protocol.events", "plan.plan", "plan.run", "settings", "algorithms"),
 )
 
@@ -60,7 +62,7 @@ class Inputs:
         try:
             if self._file is None or self._nbytes > MOST_NBYTES:
                 self.begin(state)
-            self._write((int(kind), now, state.guarded, what))
+            self._write((int(kind), now, state.tenure.guarded, what))
         except OSError:
             self._folder = None
 
@@ -79,8 +81,8 @@ class Inputs:
             newer.replace(older)
         self._file, self._nbytes = newer.open("wb"), 0
         bare = copy.copy(state)
-        bare.certificate, bare.relay_secret = b"", b""
-        self._write((int(Kind.STATE), state.now, state.guarded, zlib.compress(pickle.dumps(bare))))
+        bare.tenure = replace(state.tenure, access=Access(relay=state.tenure.access.relay))
+        self._write((int(Kind.STATE), state.now, state.tenure.guarded, zlib.compress(pickle.dumps(bare))))
 
     def begins_anew(self) -> None:
         """Note that the coordinator has another state from now on."""
@@ -153,7 +155,7 @@ def replay(folder: Path) -> Iterator[tuple[float, Any, Decision, RunState]]:
                     continue
                 assert coordinator is not None
                 began_at = now if began_at is None else began_at
-                coordinator.state.guarded = guarded
+                coordinator.state.tenure.guarded = guarded
                 message, decision = _decide(coordinator, Kind(kind), now, what)
                 yield now - began_at, message, decision, coordinator.state
         except (ProtocolError, ValueError, TypeError, AssertionError) as error:

@@ -34,7 +34,8 @@ from lsgd.server.links import Ways
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Asked, Has, Member, MemberState, OpenRound, Roster, finite
-from lsgd.server.state import RunState
+from lsgd.server.state import Gathering, Progress, RunState
+from lsgd.server.tenure import Tenure
 
 LOCK_WAIT_S = 2.0
 """How long a server waits for another one that still locks the file, and may be about to end."""
@@ -268,7 +269,7 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False, run: 
             f"over. Its workers save checkpoints; continue from those with RESUME=1 (lsgd launch --resume)"
         )
     if journal is None or kept is None:
-        return RunState(plan, run or new_run(), terms=(Term(1, node),))
+        return RunState(plan, run or new_run(), tenure=Tenure((Term(1, node),)))
     saved, elections = kept
     try:
         state = restore(saved, time.monotonic())
@@ -307,7 +308,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "failures": book.failures,
         "final": book.final,
         "averages": book.averages,
-        "elapsed_s": None if state.started_at is None else now - state.started_at,
+        "elapsed_s": None if state.progress.started_at is None else now - state.progress.started_at,
         "phase": course.number,
         "algorithm": table_of(course.algorithm),
         "next_algorithm": table_of(course.next_algorithm),
@@ -324,14 +325,14 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "left": [_member(m) for m in roster.left.values()],
         "made": roster.made,
         "links": state.links.capture(now),
-        "ways": state.ways.capture(),
-        "first": state.first,
+        "ways": state.links.ways.capture(),
+        "first": state.gathering.first,
         "meeting": state.meeting.to_json(),
-        "terms": [[term.number, term.node] for term in state.terms],
-        "beaten": [[term.number, term.node] for term in state.beaten],
-        "moved": state.moved,
+        "terms": [[term.number, term.node] for term in state.tenure.terms],
+        "beaten": [[term.number, term.node] for term in state.tenure.beaten],
+        "moved": state.tenure.took_over,
         "skipped": book.skipped,
-        "known": book.known if state.moved else book.next_id - 1,
+        "known": book.known if state.tenure.took_over else book.next_id - 1,
         "changes": state.changes,
     }
 
@@ -390,17 +391,15 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
             *(saved["rounds"], saved["failures"], saved["final"], opened, saved["skipped"], saved["known"]),
             averages=saved["averages"],
         ),
-        started_at=None if saved["elapsed_s"] is None else now - saved["elapsed_s"],
-        ways=Ways(*saved["ways"]),
-        first=saved["first"],
+        progress=Progress(None if saved["elapsed_s"] is None else now - saved["elapsed_s"]),
+        gathering=Gathering(saved["first"]),
         meeting=Meeting.from_json(saved["meeting"]),
         life=Life.from_json(saved["life"], now),
         data=DataBook.from_json(saved["data"]),
-        terms=tuple(Term(*term) for term in saved["terms"]),
-        beaten=tuple(Term(*term) for term in saved["beaten"]),
-        moved=saved["moved"],
-        counted=Changes(saved["changes"]),
+        tenure=Tenure(_terms_of(saved["terms"]), _terms_of(saved["beaten"]), saved["moved"]),
     )
+    state.links.ways = Ways(*saved["ways"])
+    state.count_in(Changes(saved["changes"]))
     algorithm, following = (algorithm_of(saved[key], "the journal") for key in ("algorithm", "next_algorithm"))
     pace, why = Pace(**saved["pace"]), Reason(*saved["why"])
     state.course.begin(Stretch(saved["phase"], following, algorithm, pace, why))
@@ -415,7 +414,7 @@ def _answer_again(state: RunState, opened: OpenRound) -> None:
     order = opened.round
     for member in opened.waiting:
         member.round, member.asked = opened, replace(member.asked, seq=member.seq + 1)
-        go = Go(member.seq, order, state.progress(state.now))
+        go = Go(member.seq, order, state.share(state.now))
         member.answer = Stop(member.seq, order, state.stopping) if order.final else go
 
 
@@ -459,6 +458,10 @@ def _fields(message: Generation | Join | Round, *without: str) -> dict[str, Any]
 def _of_lists(saved: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a message from JSON, with tuples for lists."""
     return {name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()}
+
+
+def _terms_of(saved: list[list[int]]) -> tuple[Term, ...]:
+    return tuple(Term(*term) for term in saved)
 
 
 def _tuples(saved: Any) -> Any:

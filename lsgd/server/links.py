@@ -123,10 +123,14 @@ class Links:
     """The workers evicted because of a broken link, the first time for ``retry_s`` or :data:`RETRY_AFTER_S`.
 
     Times are seconds of the coordinator's clock.
+
+    Attributes:
+        ways: which nodes can dial each other at all.
     """
 
     def __init__(self, retry_s: float) -> None:
         self.changes = Changes()
+        self.ways = Ways()
         self._retry_s = min(RETRY_AFTER_S, retry_s)
         self._cuts: dict[str, _Cut] = {}
 

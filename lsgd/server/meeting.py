@@ -111,7 +111,7 @@ def _answer(state: RunState, member: Member, met: Met) -> None:
     """Answer a call; the next round waits for the worker, which now goes on, unless others cannot reach it."""
     state.meeting.answered[member.worker] = member.join.incarnation, met
     state.roster.goes_on(member)
-    state.moved_at = state.now
+    state.progress.moved_at = state.now
     state.roster.move(member, MemberState.PAUSED if member.state is MemberState.CUT else MemberState.BUSY)
     state.answer(member, met)
 

@@ -128,10 +128,10 @@ def choose(state: RunState) -> Step | Wait:
 
 def waits_for(state: RunState, now: float) -> Reason:
     """Say what the held requests wait for; as of a moment ago, if nothing has happened since."""
-    if now - state.said[0] > WAIT_WORDS_S:
+    if now - state.outbox.said[0] > WAIT_WORDS_S:
         step = choose(state)
-        state.said = now, (step if isinstance(step, Wait) else _TRAINING).why(state, now)
-    return state.said[1]
+        state.outbox.said = now, (step if isinstance(step, Wait) else _TRAINING).why(state, now)
+    return state.outbox.said[1]
 
 
 def awaited(state: RunState, member: Member) -> Reason:
@@ -202,7 +202,7 @@ def held(state: RunState) -> list[Member]:
 def _training(state: RunState, members: list[Member], given: int) -> Step:
     """Return the next step of a run that continues after ``given`` iterations, granted ones included."""
     count = state.ledger.count
-    progress = state.progress(state.now) if state.has_end else None
+    progress = state.share(state.now) if state.has_end else None
     steps = state.steps(len(members))
     now = state.now
     # A newcomer that downloads can follow rounds without one only.
@@ -259,7 +259,7 @@ def _origin(members: Sequence[Member]) -> Origin:
 
 def missing(state: RunState) -> list[Member]:
     """Return the workers that have just failed in the middle of their own loops: they may be started again."""
-    if state.now - state.few_since > RETURN_LEASES * state.plan.run.lease_s:
+    if state.now - state.gathering.since > RETURN_LEASES * state.plan.run.lease_s:
         return []
     gone = (m for m in state.roster.left.values() if m.worker not in state.roster.members)
     return [m for m in gone if m.steps_left and m.left.code.startswith((Why.FAILED.code, Why.SILENT.code))]

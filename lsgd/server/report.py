@@ -47,8 +47,8 @@ def document(state: RunState, now: float) -> dict[str, Any]:
     roster = state.roster
     return {
         **asdict(summary(state, now)),
-        "ways": state.ways.shown(),
-        "events": state.events,
+        "ways": state.links.ways.shown(),
+        "events": state.outbox.events,
         "members": [_line(roster, m, now) for m in sorted((roster.left | roster.members).values(), key=by_place)],
     }
 
@@ -68,14 +68,14 @@ def summary(state: RunState, now: float) -> Summary:
         period_reason=str(course.why),
         count=state.ledger.count,
         iterations=state.expected,
-        progress=state.progress(now),
+        progress=state.share(now),
         participation=book.participation,
         loss=_loss(book.elections),
-        seconds=state.elapsed_s(now),
+        seconds=state.progress.elapsed_s(now),
         rounds_local=book.ordered["local"],
         rounds_global=book.ordered["global"],
-        term=state.terms[-1].number,
-        served_by=state.terms[-1].node,
+        term=state.tenure.term.number,
+        served_by=state.tenure.term.node,
         generation=roster.generation.number if roster.generation else 0,
         nodes=len(roster.queues),
     )

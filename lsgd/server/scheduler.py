@@ -146,9 +146,9 @@ def _begin_generation(state: RunState, members: Sequence[Member]) -> None:
         holders = named(m for m in members if m.synced)
         state.note(Why.RESUMED(count=state.ledger.count, holders=holders, takers=takers))
     transport, nccl_nodes = transport_of(state.plan.transport, [m.join for m in members])
-    missed = state.ways.missed({m.join.node for m in members})
+    missed = state.links.ways.missed({m.join.node for m in members})
     # Each generation has a round of its own at least, so this number is after those of rounds that are not known here.
-    least = state.book.next_id if state.moved and state.book.skipped else 1
+    least = state.book.next_id if state.tenure.took_over and state.book.skipped else 1
     generation = roster.begin_generation(members, transport, missed, nccl_nodes, least)
     if before is None and not state.stopping:
         state.life.move(Stage.TRAINING, state.now)
@@ -165,8 +165,8 @@ def _order(
     state: RunState, scope: str, members: Sequence[Member], queues: Iterable[NodeQueue], *, final: bool = False
 ) -> None:
     """Order a round of ``members``, all of them held, and answer them."""
-    if state.started_at is None:
-        state.started_at = state.now
+    if state.progress.started_at is None:
+        state.progress.started_at = state.now
         state.book.begin(state.now)
     _is_found(state)
     order, leader = _new_round(state, scope, members, queues, final=final)
@@ -174,7 +174,7 @@ def _order(
         state.course.pace.ordered(state.now, state.ledger.count, first=state.book.fresh)
     state.book.order(order, members, state.now)
     leader.times_leader += state.leads
-    entry = election(order, leader if state.leads else None, members, state.now - state.started_at)
+    entry = election(order, leader if state.leads else None, members, state.now - state.progress.started_at)
     state.book.elections.append(entry)
     state.happened(entry)
     lockstep = state.course.schedule.lockstep
@@ -183,7 +183,7 @@ def _order(
     elif not lockstep and state.book.unlisted == 1:
         state.note(Why.FEWER_LINES())
     if scope == "global":
-        state.moved = False
+        state.tenure.took_over = False
         state.ledger.unheard = 0  # all members have reported what they made
         for member in state.roster.members.values():
             if member.rank < 0:
@@ -225,7 +225,7 @@ def _doubts(state: RunState, members: Iterable[Member]) -> bool:
     """Whether some of ``members`` may be unable to reach each other, or have not tried yet."""
     generation = state.roster.generation
     assert generation is not None
-    untried = generation.transport == "tcp" and state.ways.unknown(generation.nodes)
+    untried = generation.transport == "tcp" and state.links.ways.unknown(generation.nodes)
     return untried or state.book.failures > 0 or state.links.suspects((m.worker for m in members), state.now)
 
 

@@ -20,6 +20,7 @@ from lsgd.server.journal import Journal, begin
 from lsgd.server.reasons import number_of
 from lsgd.server.report import Record
 from lsgd.server.standbys import Standbys
+from lsgd.server.tenure import Access
 
 _PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Errors of a disk that may pass soon."""
@@ -63,17 +64,16 @@ def serve_global(
     with Listener(address, keys) as listener:
         coordinator = Coordinator(begin(plan, journal, continues=continues, run=run, node=node))
         state = coordinator.state
-        if keys:
-            state.certificate = keys.certificate or run_certificate(keys.secret, state.run)
-        if relay:
-            state.relay, state.relay_secret = relay, secret_of_run(relay_secret(keys), state.run.encode())
+        certificate = (keys.certificate or run_certificate(keys.secret, state.run)) if keys else b""
+        secret = secret_of_run(relay_secret(keys), state.run.encode()) if relay else b""
+        state.tenure.access = Access(certificate, relay, secret)
         if save_plan:
             _save_plan(state.plan, save_plan, continued=journal is not None and journal.resumed)
         _announce(listener.address, state.plan, keys.folder if keys else None, launched=launched)
         record = Record(results, state.run) if results else None
         standbys = None
         if state.plan.run.failover == "auto":
-            own = Place(state.terms[-1].node, listener.address, keys.public if keys else b"")
+            own = Place(state.tenure.term.node, listener.address, keys.public if keys else b"")
             standbys = Standbys(own, keys.listed if keys else None)
         with closing(Inputs(results)) as inputs:
             return GlobalDaemon(coordinator, listener, journal, record, standbys=standbys, inputs=inputs).run(ending)

@@ -166,7 +166,7 @@ class Standbys:
         if now - self._chosen_at < CHOOSE_EVERY_S:
             return self._chosen
         here = [offer for offer in self._offers.values() if now - offer.heard_at <= HEARD_S]
-        missed = set(state.ways.missed({self.place.node, *(offer.place.node for offer in here)})[1::2])
+        missed = set(state.links.ways.missed({self.place.node, *(offer.place.node for offer in here)})[1::2])
         here.sort(key=lambda offer: (offer.place.node in missed, offer.place.node))
         self._chosen, self._chosen_at = here[:STANDBYS], now
         return self._chosen
@@ -190,5 +190,5 @@ class Standbys:
         after = standby.round
         standby.round = rounds[-1].round if rounds else after
         packed = zlib.compress("\n".join(json.dumps(asdict(one)) for one in rounds).encode(), 1) if rounds else b""
-        more = {} if after else {"certificate": state.certificate, "allowed": self._listed}
+        more = {} if after else {"certificate": state.tenure.access.certificate, "allowed": self._listed}
         return Copy(state.run, self._number, self._state, after, packed, **more)  # type: ignore[arg-type]

@@ -2,22 +2,24 @@
 
 import math
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from lsgd.plan.plan import Plan
+from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import Happening, Note
-from lsgd.protocol.messages import Downward, Join, Moved, Pause, Request, Term, worker_name
+from lsgd.protocol.messages import Downward, Join, Pause, Request, worker_name
 from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.changes import Changes
 from lsgd.server.course import Course
 from lsgd.server.data import DataBook
 from lsgd.server.life import Life, Stage
-from lsgd.server.links import Links, Ways
+from lsgd.server.links import Links
 from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
 from lsgd.server.roster import Member, MemberState, Roster, named
+from lsgd.server.tenure import Tenure
 
 HERE_S = 5.0
 """A worker that was heard at most so long ago counts as being there."""
@@ -45,90 +47,141 @@ class Decision:
 
 
 @dataclass(slots=True, eq=False)
+class Outbox:
+    """What has yet to leave the coordinator, and what it has said.
+
+    Attributes:
+        decision: what it has decided since the last one left.
+        events: number of times that this server has noted each, by its code.
+        said: what the run waits for, in words, and when that was said; :data:`UNSAID` if something has happened since.
+    """
+
+    decision: Decision = field(default_factory=Decision)
+    events: Counter[str] = field(default_factory=Counter)
+    said: tuple[float, Reason] = UNSAID
+
+    def take(self) -> Decision:
+        """Return the decision, and begin the next one."""
+        decision, self.decision = self.decision, Decision()
+        return decision
+
+
+@dataclass(slots=True, eq=False)
+class Gathering:
+    """Who comes before the run begins.
+
+    Args:
+        first: name of the worker that saves for all, fixed when the run begins.
+
+    Attributes:
+        announced: number of workers on each node, according to its local server.
+        since: time from which workers wait for others to join.
+    """
+
+    first: str = ""
+    announced: dict[int, int] = field(default_factory=dict)
+    since: float = 0.0
+    changes: Changes = field(default_factory=Changes)
+
+    def complete(self, now: float, first: str) -> None:
+        """Note that enough have joined: from now on the run waits for their first requests."""
+        self.since = now
+        if not self.first:
+            self.first = first
+            self.changes.count += 1
+
+    def missing(self, run: RunSettings, here: Container[str], most: int = 4) -> str:
+        """Name the nodes that have not connected and the workers not ``here``, as far as that is known."""
+        expected = sorted(self.announced.items())
+        nodes = sum(count for _, count in expected)
+        missing = [f"node{node}" for node in range(run.nodes) if node not in self.announced and expected]
+        if not run.workers or nodes == run.workers:
+            names = [worker_name(node, index) for node, count in expected for index in range(count)]
+            missing += [name for name in names if name not in here]
+        more = f" and {len(missing) - most} more" if len(missing) > most else ""
+        return f"; missing: {', '.join(missing[:most])}{more}" if missing else ""
+
+
+@dataclass(slots=True, eq=False)
+class Progress:
+    """How far the run is, in time.
+
+    Args:
+        started_at: time of the first round's order; None: there was none.
+
+    Attributes:
+        moved_at: time at which a member last asked (ahead: and was granted iterations), completed a round, or said that
+            a transfer in its round goes on.
+    """
+
+    started_at: float | None = None
+    moved_at: float = 0.0
+    _loops: tuple[float, float] = (-math.inf, 0.0)  # when the share of their own loops was computed, and the share
+
+    def elapsed_s(self, now: float) -> float:
+        """Return the seconds since the first round was ordered; 0 before."""
+        return 0.0 if self.started_at is None else now - self.started_at
+
+    def share_of(self, loops: Callable[[], Sequence[Member]], workers: int, now: float) -> float:
+        """Return the completed share of the scripts' own loops; with many ``workers``, as of a moment ago."""
+        if now - self._loops[0] >= LOOPS_EVERY_S * workers:
+            own = loops()
+            left = sum(m.steps_left / m.asked.steps for m in own)
+            self._loops = now, 1 - left / len(own) if own else 0.0
+        return self._loops[1]
+
+
+@dataclass(slots=True, eq=False)
 class RunState:
     """What the servers know about a run.
 
     Args:
-        certificate: proof that members show each other; empty if no keys are needed. Not in the journal, like the next
-            two.
-        relay: address; empty: there is none.
-        relay_secret: proof for the relay that a process is a member.
-        terms: those of the servers so far, with this one's.
-        beaten: terms of other parts of the run that this one has met, and that have to give up.
-        moved: whether this server has taken over, and no global round has been ordered since.
         now: seconds of a clock that never goes back, as of the last message or tick.
-        started_at: time of the first round's order.
+        tenure: what this server is in the run.
         life: where the run is between its first worker and its end.
 
     Attributes:
-        few_since: time from which workers wait for others to join.
-        first: name of the worker that saves for all, fixed when the run begins.
+        links: members that the run continues without, because others cannot reach them.
         meeting: call that workers make together.
         data: what workers have said of their data.
-        announced: number of workers on each node, according to its local server.
-        links: members that the run continues without, because others cannot reach them.
-        gives_way: where another part of the run continues, if this one has given up; None: it has not.
-        guarded: whether a standby would continue the run without this server.
-        counted: what the parts of the state have changed, see :attr:`changes`.
-        began_at: time at which this server began, or thawed.
-        moved_at: time at which a member last asked (ahead: and was granted iterations), completed a round, or said that
-            a transfer in its round goes on.
-        events: number of times that this server has noted each, by its code.
-        said: what the run waits for, in words, and when that was said; :data:`UNSAID` if something has happened since.
     """
 
     plan: Plan
     run: str
     now: float = 0.0
-    certificate: bytes = field(default=b"", repr=False)
-    relay: str = ""
-    relay_secret: bytes = field(default=b"", repr=False)
-    terms: tuple[Term, ...] = (Term(1, 0),)
-    beaten: tuple[Term, ...] = ()
-    moved: bool = False
+    tenure: Tenure = field(default_factory=Tenure)
     roster: Roster = field(default_factory=Roster)
     ledger: Ledger = field(default_factory=Ledger)
     book: RoundBook = field(default_factory=RoundBook)
-    started_at: float | None = None
     life: Life = field(default_factory=lambda: Life(Stage.GATHERING, 0.0))
-    few_since: float = field(init=False)
-    announced: dict[int, int] = field(default_factory=dict)
+    gathering: Gathering = field(default_factory=Gathering)
+    progress: Progress = field(default_factory=Progress)
     course: Course = field(init=False)
     links: Links = field(init=False)
-    ways: Ways = field(default_factory=Ways)
-    first: str = ""
     meeting: Meeting = field(default_factory=Meeting)
     data: DataBook = field(default_factory=DataBook)
-    gives_way: Moved | None = None
-    guarded: bool = False
-    counted: Changes = field(default_factory=Changes)
-    moved_at: float = field(init=False)
-    began_at: float = field(init=False)
-    events: Counter[str] = field(default_factory=Counter)
-    decision: Decision = field(default_factory=Decision)
-    said: tuple[float, Reason] = UNSAID
-    _own: tuple[object, ...] = ()  # what the journal has of this object itself, as of the last look
-    _loops: tuple[float, float] = (-math.inf, 0.0)  # when their share was computed, and the share
+    outbox: Outbox = field(default_factory=Outbox)
 
     def __post_init__(self) -> None:
         self.course = Course(self.plan.phases)
         self.links = Links(self.plan.run.exchange_timeout_s)
-        self.moved_at = self.few_since = self.began_at = self.now
+        self.progress.moved_at = self.gathering.since = self.tenure.began_at = self.now
         if self.roster.generation is not None and not self.life.stage.ends:
             self.life = Life(Stage.TRAINING, self.now)
         elif self.life.stage is Stage.GATHERING and self.suffices(len(self.roster.members)):
             self.life = Life(Stage.WELCOMING, self.now)
-        for part in (self.roster, self.book, self.course, self.links, self.ways, self.meeting, self.data, self.life):
-            part.changes = self.counted
+        self.count_in(Changes())
+
+    def count_in(self, changes: Changes) -> None:
+        """Let all parts of the state count their changes in one place."""
+        self.tenure.changes = self.gathering.changes = self.life.changes = self.roster.changes = changes
+        self.links.changes = self.links.ways.changes = self.meeting.changes = self.data.changes = changes
+        self.book.changes = self.course.changes = changes
 
     @property
     def changes(self) -> int:
         """Number of changes that the journal must have before the answers leave."""
-        own = (self.plan, self.terms, self.beaten, self.first)
-        if own != self._own:
-            self._own = own
-            self.counted.count += 1
-        return self.counted.count
+        return self.roster.changes.count
 
     @property
     def stopping(self) -> Reason:
@@ -167,7 +220,7 @@ class RunState:
         here = (m for m in holders if m.spent and self.now - m.heard_at < HERE_S)
         if any(here):
             return self.ledger.count
-        return -1 if self.now - self.began_at < HERE_S else 0
+        return -1 if self.now - self.tenure.began_at < HERE_S else 0
 
     @property
     def patience_s(self) -> float:
@@ -194,7 +247,7 @@ class RunState:
     @property
     def wanted(self) -> int:
         """Number of workers that the run begins with, as far as the nodes have announced it."""
-        return self.plan.run.workers or sum(self.announced.values())
+        return self.plan.run.workers or sum(self.gathering.announced.values())
 
     @property
     def stage(self) -> str:
@@ -204,17 +257,21 @@ class RunState:
     def suffices(self, workers: int) -> bool:
         """Whether the run can begin with this many workers."""
         run = self.plan.run
-        return workers >= self.wanted and (run.workers > 0 or len(self.announced) >= run.nodes)
+        return workers >= self.wanted and (run.workers > 0 or len(self.gathering.announced) >= run.nodes)
 
     @property
     def leads(self) -> bool:
         """Whether other workers use what the elected worker has."""
         return self.plan.run.leads(self.course.algorithm)
 
-    def progress(self, now: float) -> float:
+    def share(self, now: float) -> float:
         """Return the completed share of the run, 0 to 1; 0 for one without an end."""
         run = self.plan.run
-        by_count = self.ledger.count / run.iterations if run.iterations else self._share_of_loops(now)
+        by_count = (
+            self.ledger.count / run.iterations
+            if run.iterations
+            else self.progress.share_of(self._own_loops, len(self.roster.members), now)
+        )
         return min(1.0, max(by_count, self._share_of_time(now)))
 
     def steps(self, members: int) -> float:
@@ -227,31 +284,19 @@ class RunState:
         passed, made = self._share_of_time(self.now), self.ledger.count - self.ledger.base
         return min(by_count, made / members / passed) if passed else by_count
 
-    def elapsed_s(self, now: float) -> float:
-        """Return the seconds since the first round was ordered; 0 before."""
-        return 0.0 if self.started_at is None else now - self.started_at
-
     def _own_loops(self) -> list[Member]:
         """Return the members whose scripts have loops of their own; once all have left, those that had."""
         here = [m for m in self.roster.members.values() if m.asked.steps]
         return here if here or self.roster.members else [m for m in self.roster.left.values() if m.asked.steps]
 
     def _share_of_time(self, now: float) -> float:
-        return min(1.0, self.elapsed_s(now) / self.plan.run.seconds) if self.plan.run.seconds else 0.0
-
-    def _share_of_loops(self, now: float) -> float:
-        """Return the completed share of the scripts' own loops; with many workers, as of a moment ago."""
-        if now - self._loops[0] >= LOOPS_EVERY_S * len(self.roster.members):
-            own = self._own_loops()
-            left = sum(m.steps_left / m.asked.steps for m in own)
-            self._loops = now, 1 - left / len(own) if own else 0.0
-        return self._loops[1]
+        return min(1.0, self.progress.elapsed_s(now) / self.plan.run.seconds) if self.plan.run.seconds else 0.0
 
     def note(self, event: Reason) -> None:
         """Add an event to the log, and count it."""
-        self.decision.notes.append(event)
+        self.outbox.decision.notes.append(event)
         self.happened(Note(event.code, str(event)))
-        self.events[event.code] += 1
+        self.outbox.events[event.code] += 1
 
     def happened(self, fact: Happening) -> None:
         """Add a fact to the stream of events."""
@@ -259,33 +304,23 @@ class RunState:
 
     def answer_to(self, asked: Join | Request | Pause, message: Downward) -> None:
         """Send a message to a process that is not a member."""
-        self.decision.answers.append((asked.worker, asked.incarnation, message))
+        self.outbox.decision.answers.append((asked.worker, asked.incarnation, message))
 
     def answer(self, member: Member, message: Downward) -> None:
         """Send a message to a member."""
-        self.decision.answers.append((member.worker, member.join.incarnation, message))
+        self.outbox.decision.answers.append((member.worker, member.join.incarnation, message))
 
     def joined(self, *, names: bool = False) -> Reason:
         """Say how many workers have joined, and who is missing with ``names``; once it runs, how many there are."""
-        run, here, nodes = self.plan.run, len(self.roster.members), len(self.announced)
+        run, here, nodes = self.plan.run, len(self.roster.members), len(self.gathering.announced)
         if self.roster.generation is not None:
             here = sum(not (m.leaving or m.state is MemberState.ENDED) for m in self.roster.members.values())
             return Why.STARTED(here=here, are="s are" if here != 1 else " is")
+        missing = self.gathering.missing(run, self.roster.members) if names else ""
         if not run.workers and nodes < run.nodes:
             words = {"workers": number_of(here, "worker"), "nodes": nodes, "wanted": run.nodes}
-            return Why.JOINING_NODES(**words, missing=self._missing() if names else "")
-        return Why.JOINING(here=here, wanted=max(here, self.wanted), missing=self._missing() if names else "")
-
-    def _missing(self, most: int = 4) -> str:
-        """Name the nodes that have not connected and the workers that have not joined, as far as that is known."""
-        expected = sorted(self.announced.items())
-        nodes = sum(count for _, count in expected)
-        missing = [f"node{node}" for node in range(self.plan.run.nodes) if node not in self.announced and expected]
-        if not self.plan.run.workers or nodes == self.plan.run.workers:
-            names = [worker_name(node, index) for node, count in expected for index in range(count)]
-            missing += [name for name in names if name not in self.roster.members]
-        more = f" and {len(missing) - most} more" if len(missing) > most else ""
-        return f"; missing: {', '.join(missing[:most])}{more}" if missing else ""
+            return Why.JOINING_NODES(**words, missing=missing)
+        return Why.JOINING(here=here, wanted=max(here, self.wanted), missing=missing)
 
     def all_made(self, out: list[Member]) -> Reason:
         """Say that no iteration is left to grant: the members in ``out`` still have the last ones."""

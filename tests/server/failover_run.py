@@ -194,7 +194,8 @@ class World:
 
     def serving(self) -> list[GlobalDaemon]:
         """Return the servers that have not given up."""
-        return [h.server for h in self.hosts if h.alive and h.server is not None and not h.server._state.gives_way]
+        servers = [h.server for h in self.hosts if h.alive and h.server is not None]
+        return [server for server in servers if not server._state.tenure.gives_way]
 
     def heal(self) -> None:
         """Mend all links, and thaw all hosts."""
@@ -250,7 +251,7 @@ class World:
         servers = self.serving()
         if len(servers) != 1 or any(h.alive and h.ended_at < math.inf for h in self.hosts):
             return False
-        term, alive = servers[0]._state.terms[-1], [h for h in self.hosts if h.alive]
+        term, alive = servers[0]._state.tenure.terms[-1], [h for h in self.hosts if h.alive]
         if any(h.local.elsewhere.term != term or h.claims for h in alive):
             return False
         return [h.index for h in alive if h.serves] == [term.node]
@@ -281,7 +282,8 @@ class World:
 
     def story(self) -> str:
         states = {w.name: (w.host.alive, w.state, w.seq, w.done) for w in self.workers if w.state != "gone"}
-        servers = {h.index: (h.server._state.terms, h.server._state.ledger.count) for h in self.hosts if h.server}
+        running = {h.index: h.server._state for h in self.hosts if h.server}
+        servers = {index: (state.tenure.terms, state.ledger.count) for index, state in running.items()}
         waits = [waits_for(s._state, self.now) for s in self.serving()]
         follows = {h.index: h.local.elsewhere.term for h in self.hosts if h.alive}
         lines = [line for line in self.lines if "been silent" not in line and "answers at" not in line]

@@ -36,6 +36,7 @@ from lsgd.server.coordinator import LINGER_S
 from lsgd.server.next_step import waits_for
 from lsgd.server.reasons import NO_REASON
 from lsgd.server.roster import MAX_LEFT, Member, MemberState, Roster
+from lsgd.server.tenure import Access
 from lsgd.server.waits import LONG_ROUND_S
 from lsgd.settings import AlgorithmSettings
 
@@ -327,7 +328,7 @@ def test_a_run_over_nccl_refuses_a_worker_without_a_gpu_of_its_own() -> None:
 @pytest.mark.parametrize("certificate", [b"", b"a key and a certificate"])
 def test_all_members_get_the_certificate_of_the_run(certificate: bytes) -> None:
     bench = Bench(workers=2)
-    bench.state.certificate = certificate
+    bench.state.tenure.access = Access(certificate)
     bench.join("00")
     welcomes = bench.join("01")
     assert [w.certificate for answers in welcomes.values() for w in answers if isinstance(w, Welcome)] == [
@@ -1174,11 +1175,11 @@ def test_a_stop_while_a_round_is_open() -> None:
 def test_stop_by_time() -> None:
     bench = started("00", seconds=10)
     bench.tick(4)
-    assert bench.state.progress(bench.now) == pytest.approx(0.4)
+    assert bench.state.share(bench.now) == pytest.approx(0.4)
     assert not bench.state.stopping
     bench.tick(6)
     assert bench.codes == ["stopping.time_over"]
-    assert bench.state.progress(bench.now + 100) == 1.0
+    assert bench.state.share(bench.now + 100) == 1.0
     bench.ask("00")
     assert bench.round("00").final
 
@@ -1186,7 +1187,7 @@ def test_stop_by_time() -> None:
 def test_progress_by_count() -> None:
     bench = started("00", iterations=10, period=4, local_period=4)
     bench.ask("00")
-    assert bench.state.progress(bench.now) == 0.1
+    assert bench.state.share(bench.now) == 0.1
 
 
 def test_the_last_round_waits_a_while_for_who_pauses() -> None:

@@ -45,6 +45,7 @@ from lsgd.server.daemon import EXIT_AT_ONCE, Ending
 from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.standbys import Standbys
 from lsgd.server.state import RunState
+from lsgd.server.tenure import Tenure
 
 from ..integration.running import DEADLINE_S, Cluster, free_port, until
 from .helpers import greeting, make_plan
@@ -269,7 +270,7 @@ def test_a_run_that_ends_keeps_its_settings(monkeypatch) -> None:
 def test_a_server_that_takes_over_answers_nobody_before_its_own_node_follows_it(monkeypatch) -> None:
     monkeypatch.setattr("lsgd.server.global_daemon.say", lambda text: None)
     link, seconds = Answers(), itertools.count(1.0)
-    state = RunState(make_plan(), "run", terms=(Term(1, 0), Term(2, 1)), moved=True)
+    state = RunState(make_plan(), "run", tenure=Tenure((Term(1, 0), Term(2, 1)), took_over=True))
     standbys = Standbys(Place(1, "tcp://10.0.0.2:1"))
     daemon = GlobalDaemon(Coordinator(state), cast(Listener, link), standbys=standbys, watches_memory=False)
 
@@ -320,7 +321,7 @@ def test_nodes_of_another_stage_are_none_of_this_one() -> None:
     assert says(2, 1, 100.1) == [RunOver("stage 1 of the run is over", 1)]  # it has missed its end
     assert says(1, 3, 100.2) == []  # it has gone on
     assert [type(message) for message in says(2, 0, 100.3)] == [NodeWelcome]  # it asks which one there is
-    assert daemon.coordinator.state.announced == {2: 1}
+    assert daemon.coordinator.state.gathering.announced == {2: 1}
 
 
 def test_a_node_whose_server_was_killed_is_taken_over_by_the_next_one(cluster, peer) -> None:

@@ -59,7 +59,7 @@ def test_the_last_holders_are_not_evicted_when_all_are_silent() -> None:
 @pytest.mark.parametrize(("guarded", "waits_s"), [(False, 60), (True, 90)])
 def test_who_hears_nobody_says_how_long_it_waits_and_waits_as_long(guarded: bool, waits_s: int) -> None:
     bench = trained("00", "10", "20", patience_s=90.0)
-    bench.state.guarded = guarded
+    bench.state.tenure.guarded = guarded
     fall_silent(bench, "00", "10", "20")
     bench.tick(11)
     assert f"waits {waits_s} s for them in all" in bench.notes[0]

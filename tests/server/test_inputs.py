@@ -14,6 +14,7 @@ from lsgd.errors import ConfigError
 from lsgd.run_folder import INPUTS
 from lsgd.server import inputs
 from lsgd.server.inputs import Inputs, Kind, replay
+from lsgd.server.tenure import Access
 
 from .helpers import make_plan
 from .served_run import ServedRun
@@ -69,7 +70,7 @@ def test_only_the_last_inputs_are_kept_and_decisions_go_on_in_the_middle(tmp_pat
 
 def test_no_key_and_no_certificate_is_in_the_files(tmp_path) -> None:
     run = NotedRun(tmp_path, make_plan(workers=1), [1])
-    run.state.certificate, run.state.relay_secret = b"a certificate", b"a secret"
+    run.state.tenure.access = Access(b"a certificate", "", b"a secret")
     run._tick()
     run.until(lambda: run.now > 3.0)
     run.server._inputs.close()

@@ -260,7 +260,7 @@ def test_phase_changed_settings_and_the_time_go_on() -> None:
     assert course.next_algorithm.period == 16
     assert bench.book.averages, "the phase has begun, and its first round is open"
     assert bench.state.plan.run.iterations == 50
-    assert bench.state.progress(bench.now) == pytest.approx(max(4 / 50, 30 / 1000))
+    assert bench.state.share(bench.now) == pytest.approx(max(4 / 50, 30 / 1000))
     assert bench.state.plan.phases == phases
 
 

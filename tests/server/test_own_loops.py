@@ -109,19 +109,19 @@ def test_the_run_ends_with_the_model_of_one_who_has_finished_if_nobody_else_has_
 
 def test_progress_is_the_mean_place_in_the_loops() -> None:
     bench = started("00", "01")
-    assert bench.state.progress(bench.now) == 0.0
+    assert bench.state.share(bench.now) == 0.0
     train(bench, "00", 1)
     train(bench, "01", 1)
     bench.tick(1.0)
     made = [bench.member(place).done for place in ("00", "01")]
-    assert bench.state.progress(bench.now) == pytest.approx(sum(made) / 2 / STEPS)
+    assert bench.state.share(bench.now) == pytest.approx(sum(made) / 2 / STEPS)
     assert bench.state.expected == 2 * STEPS
 
 
 def test_a_plan_with_a_length_ends_the_run_whatever_the_loops() -> None:
     bench = started("00", "01", iterations=500)
     train(bench, "00", 3)
-    assert bench.state.expected == 500 and bench.state.progress(bench.now) == bench.ledger.count / 500
+    assert bench.state.expected == 500 and bench.state.share(bench.now) == bench.ledger.count / 500
 
 
 def test_newcomers_begin_where_the_others_are() -> None:
@@ -151,7 +151,7 @@ def test_a_resumed_run_begins_at_its_share_of_the_checkpoint() -> None:
 
 def test_exactly_one_worker_saves_whoever_joins_or_is_replaced() -> None:
     bench = started("01", "00")
-    assert bench.state.first == "node0/worker0"
+    assert bench.state.gathering.first == "node0/worker0"
     bench.leave("00", failed=True)
     for place, incarnation in (("00", 2), ("02", 1)):
         bench.join(place, incarnation)
@@ -287,7 +287,8 @@ def test_a_restarted_server_knows_who_has_finished() -> None:
     bench = started("00", "01")
     finish(bench, "00", "01")
     bench.coordinator.state = restore(capture(bench.state, bench.now), bench.now)
-    assert bench.state.first == "node0/worker0" and bench.state.expected == 2 * STEPS - (STEPS - bench.done["00"])
+    assert bench.state.gathering.first == "node0/worker0"
+    assert bench.state.expected == 2 * STEPS - (STEPS - bench.done["00"])
     bench.ask("00", same=True, did=False, wants=wants.End(), steps=STEPS)
     assert isinstance(bench.only("00"), Waiting)
     bench.ask("01", wants=wants.Round(), steps=STEPS)
@@ -345,4 +346,4 @@ def test_a_killed_worker_that_comes_back_makes_the_rest_of_its_loop() -> None:
     run.until(lambda: run.state.over)
     assert run.workers[2].began > 0 and run.workers[2].began + run.workers[2].done == STEPS
     assert {w.stopped_with.final for w in (run.workers[0], run.workers[2])} == {True}
-    assert run.state.first == "node0/worker0"
+    assert run.state.gathering.first == "node0/worker0"

@@ -12,6 +12,7 @@ from lsgd.server import standbys as module
 from lsgd.server.held import HeldCopy
 from lsgd.server.journal import capture
 from lsgd.server.standbys import LOST_AFTER_S, MAX_ROUNDS, TOO_LONG, Standbys
+from lsgd.server.tenure import Access
 
 from .helpers import Bench, started
 
@@ -98,7 +99,7 @@ def test_counts_alone_are_sent_once_a_second() -> None:
 
 def test_a_node_that_others_cannot_dial_and_one_that_is_silent_come_last() -> None:
     bench = started("00", "10", period=1, local_period=1)
-    bench.state.ways.found([0, 1, 2, 3], [3, 1])
+    bench.state.links.ways.found([0, 1, 2, 3], [3, 1])
     copied = Copied(bench)
     assert copied.turn() == [b"node2", b"node3"]
     bench.now += 10.0
@@ -204,7 +205,7 @@ def test_a_state_that_is_too_long_is_not_sent_and_that_is_said(monkeypatch) -> N
 
 def test_with_keys_only_nodes_in_the_list_are_standbys_and_a_new_list_is_sent() -> None:
     bench = started("00", "10", period=1, local_period=1)
-    bench.state.certificate = b"PEM"
+    bench.state.tenure.access = Access(b"PEM")
     copied = Copied(bench, 3, KEYS)
     assert copied.turn() == [b"node1", b"node2"]
     assert copied.held[b"node1"].allowed == KEYS and copied.held[b"node1"].certificate == b"PEM"

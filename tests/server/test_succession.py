@@ -121,10 +121,10 @@ def test_the_node_that_served_is_given_up_once_most_nodes_have_come() -> None:
     bench.say(NodeHello(PROTOCOL, 2, 1, "host", "0"))
     bench.act(bench.coordinator.tick(bench.now))
     assert names(bench) == ["node1/worker0", "node2/worker0"]
-    assert bench.state.terms == (ONE, TWO) and bench.state.moved
+    assert bench.state.tenure.terms == (ONE, TWO) and bench.state.tenure.took_over
     bench.ask_all("10", "20")
     order = bench.round("10", "20")
-    assert (order.id, order.generation.number, bench.state.moved) == (2, 2, False)
+    assert (order.id, order.generation.number, bench.state.tenure.took_over) == (2, 2, False)
 
 
 def test_of_two_nodes_the_one_that_is_left_goes_on_at_once() -> None:
@@ -146,7 +146,7 @@ def test_a_node_that_served_and_follows_now_keeps_its_workers() -> None:
 
 def test_without_an_end_of_patience_half_of_the_nodes_or_fewer_wait_for_ever() -> None:
     bench = started(*PLACES, lease_s=10.0, patience_s=0.0)
-    bench.state.guarded = True
+    bench.state.tenure.guarded = True
     heartbeats(bench, "00", seconds=500)
     assert len(names(bench)) == 3
 
@@ -154,7 +154,7 @@ def test_without_an_end_of_patience_half_of_the_nodes_or_fewer_wait_for_ever() -
 @pytest.mark.parametrize("guarded", [False, True])
 def test_a_server_that_hears_half_of_its_nodes_or_fewer_waits_for_patience_before_it_goes_on(guarded) -> None:
     bench = started(*PLACES, lease_s=10.0, patience_s=60.0)
-    bench.state.guarded = guarded
+    bench.state.tenure.guarded = guarded
     heartbeats(bench, "00", seconds=50)
     assert len(names(bench)) == (3 if guarded else 1)
     heartbeats(bench, "00", seconds=20)
@@ -163,7 +163,7 @@ def test_a_server_that_hears_half_of_its_nodes_or_fewer_waits_for_patience_befor
 
 def test_most_nodes_wait_for_the_lease_of_the_others_only() -> None:
     bench = started(*PLACES, lease_s=10.0, patience_s=60.0)
-    bench.state.guarded = True
+    bench.state.tenure.guarded = True
     heartbeats(bench, "00", "10", seconds=12)
     assert names(bench) == ["node0/worker0", "node1/worker0"]
 
@@ -278,7 +278,7 @@ def test_two_parts_meet_and_one_gives_up_loudly() -> None:
     bench.heartbeat("00")
     bench.act(bench.coordinator.meet(other(100, ONE, TWO), bench.now))
     assert [note.code for note in bench.notes] == ["gives_up"] and "TWO PARTS OF THE RUN MEET" in bench.notes[0]
-    moved = bench.state.gives_way
+    moved = bench.state.tenure.gives_way
     assert moved is not None and (moved.run, moved.other, moved.place.node) == (bench.state.run, bench.state.run, 1)
 
 
@@ -288,23 +288,23 @@ def test_the_part_with_more_goes_on_in_a_later_term_and_beats_the_other_for_good
     bench.heartbeat("00")
     bench.act(bench.coordinator.meet(other(1, ONE, TWO), bench.now))
     assert [note.code for note in bench.notes] == ["beats"]
-    assert (bench.state.terms, bench.state.beaten) == ((ONE, THREE), (TWO,))
+    assert (bench.state.tenure.terms, bench.state.tenure.beaten) == ((ONE, THREE), (TWO,))
     bench.act(bench.coordinator.meet(other(1, ONE, TWO), bench.now))
-    assert bench.notes == [] and bench.state.gives_way is None
+    assert bench.notes == [] and bench.state.tenure.gives_way is None
     bench.coordinator = Coordinator(restore(json.loads(json.dumps(capture(bench.state, bench.now))), bench.now))
-    assert (bench.state.terms, bench.state.beaten) == ((ONE, THREE), (TWO,))
+    assert (bench.state.tenure.terms, bench.state.tenure.beaten) == ((ONE, THREE), (TWO,))
 
 
 def test_a_run_that_has_not_begun_makes_way_for_the_one_that_its_node_belonged_to() -> None:
     bench = Bench("00")
     bench.act(bench.coordinator.meet(other(0, ONE, TWO, run="another"), bench.now))
-    assert bench.state.gives_way is None
+    assert bench.state.tenure.gives_way is None
     bench.act(bench.coordinator.meet(other(7, ONE, TWO, run="another"), bench.now))
-    moved = bench.state.gives_way
+    moved = bench.state.tenure.gives_way
     assert moved is not None and moved.other == "another"
     begun = started("00")
     begun.act(begun.coordinator.meet(other(7, ONE, TWO, run="another"), begun.now))
-    assert begun.state.gives_way is None and begun.notes == []
+    assert begun.state.tenure.gives_way is None and begun.notes == []
 
 
 def test_a_part_without_a_worker_that_has_the_model_gives_up_whatever_its_count() -> None:
@@ -312,12 +312,12 @@ def test_a_part_without_a_worker_that_has_the_model_gives_up_whatever_its_count(
     bench.ask_all("00", "10")
     takes(bench, 1)
     bench.coordinator.meet(other(1, ONE, TWO, THREE), bench.now)
-    assert bench.state.gives_way is None  # it has just begun
+    assert bench.state.tenure.gives_way is None  # it has just begun
     for _ in range(4):  # not all at once, as if this process had been frozen
         bench.now += 5.0
         bench.coordinator.tick(bench.now)
     bench.coordinator.meet(other(1, ONE, TWO, THREE), bench.now)
-    assert bench.ledger.count > 1 and bench.state.gives_way is not None
+    assert bench.ledger.count > 1 and bench.state.tenure.gives_way is not None
 
 
 def test_late_words_from_nodes_that_have_moved_count_for_nothing() -> None:
@@ -335,7 +335,7 @@ def test_a_server_that_was_frozen_does_not_know_who_is_there() -> None:
     bench.heartbeat("00")
     bench.now += 20.0
     bench.act(bench.coordinator.meet(other(1, ONE, TWO), bench.now))
-    assert bench.state.learned() == -1 and bench.state.gives_way is None and bench.notes == []
+    assert bench.state.learned() == -1 and bench.state.tenure.gives_way is None and bench.notes == []
     bench.heartbeat("00")
     assert bench.state.learned() == bench.state.ledger.count
 
@@ -353,7 +353,7 @@ def test_a_run_that_is_over_meets_nobody() -> None:
     bench.leave("00")
     assert bench.state.over
     bench.coordinator.meet(other(1000, ONE, TWO), bench.now)
-    assert bench.state.gives_way is None
+    assert bench.state.tenure.gives_way is None
 
 
 def test_an_unknown_worker_is_told_to_join_again() -> None:

@@ -58,7 +58,7 @@ def test_nodes_that_were_not_tried_are_and_the_next_generations_are_told() -> No
     bench.ask_all("00", "10")
     assert not bench.round("00", "10").probe
     find(bench, "00", 1, 0)  # nobody was to look
-    assert bench.state.ways.missed([0, 1]) == (0, 1, 1, 0)
+    assert bench.state.links.ways.missed([0, 1]) == (0, 1, 1, 0)
     bench.complete_all("10")
     bench.join("20")
     bench.join("01")
@@ -67,7 +67,7 @@ def test_nodes_that_were_not_tried_are_and_the_next_generations_are_told() -> No
     assert order.probe and order.generation.missed == (0, 1, 1, 0) and order.generation.homes == (0, 0, 1, 2)
     for place in ("00", "01", "10", "20"):
         find(bench, place, 0, 1, 1, 0, 2, 1)
-    assert reborn(bench).state.ways.missed([0, 1, 2]) == (0, 1, 1, 0, 2, 1)
+    assert reborn(bench).state.links.ways.missed([0, 1, 2]) == (0, 1, 1, 0, 2, 1)
 
 
 def test_workers_of_one_node_and_those_of_other_transports_are_not_tried() -> None:
