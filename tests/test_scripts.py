@@ -185,6 +185,20 @@ class TestEnvironment:
         wanted = "-m pip install torch==2.13.0 --no-deps --index-url https://download.pytorch.org/whl/cpu"
         assert (wanted in done.stderr) == (torch and not driver)
 
+    def test_what_a_run_imports_is_compiled_once_whoever_forbids_it(self, checkout, tmp_path):
+        """And what is not installed is left out."""
+        (tmp_path / "called").touch()
+        (tmp_path / "python").write_text(
+            f'#!/bin/bash\necho "${{PYTHONDONTWRITEBYTECODE-unset}} $*" >> {tmp_path}/called\nexit 1\n'
+        )
+        (tmp_path / "python").chmod(0o755)
+        script = 'source "$1/scripts/environment.sh"; python=$2 compile_imported'
+        command = ["/bin/bash", "-euc", script, "probe", str(checkout.root), str(tmp_path / "python")]
+        subprocess.run(command, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}, check=True)
+        called = (tmp_path / "called").read_text().splitlines()
+        assert len(called) == 3 and all(line.startswith("unset -P -c import ") for line in called)
+        assert any("torch" in line for line in called)
+
     @pytest.mark.parametrize(("extras", "said"), [("dev,ray", "--no-deps mosaicml-streaming==0.13.0\n"), ("ray", "")])
     def test_what_forbids_our_releases_comes_without_its_requirements(self, checkout, extras, said):
         (checkout.root / "constraints.txt").write_text("mosaicml-streaming==0.13.0\n")
