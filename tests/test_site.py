@@ -45,6 +45,25 @@ def test_links_and_anchors_of_a_page_resolve(page):
         assert not anchor or anchor in anchors(linked), f"{page} links to {target}#{anchor}, which is not there"
 
 
+def test_each_question_is_answered_two_clicks_from_the_start_page():
+    """The first click leads to the questions, the second to a page that has the commands of the answer."""
+    questions = ROOT / "docs" / "start" / "questions.md"
+    start = (ROOT / "README.md").read_text()
+    assert f"]({questions.relative_to(ROOT)})" in start
+    rows = [row.split(" | ") for row in re.findall(r"^\| (.+\? \| .+) \|$", questions.read_text(), re.M)]
+    assert len(rows) == 12
+    for question, answer, page in rows:
+        pages = [(questions.parent / target).resolve().read_text() for target, _ in LINK.findall(page)]
+        commands = [code for code in re.findall(r"`([^`]+)`", answer) if code.startswith(("lsgd ", "RESUME", "--"))]
+        for command in commands:
+            word = command.partition(" -- ")[0]
+            assert any(word in text for text in pages), f"{question}: none of its pages has {word}"
+
+
+def test_the_start_page_fits_on_three_screens():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
 def test_links_are_rewritten_for_the_site_and_fenced_code_is_not():
     code = "```\n[a](docs/start/own-run.md)\n```\n"
     text = "[a](docs/start/own-run.md#x) [b](examples/plain.py) [c](https://a.org/) [d](#e)\n"

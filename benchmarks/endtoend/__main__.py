@@ -9,7 +9,7 @@ and batches, and tables have medians over the seeds. ``--period`` is that of all
 is a plan that says nothing: the servers choose its period, and with Muon its delay, which is 0 in ``default-waiting``.
 ``one-machine`` is one worker with all data, which makes the steps of one; ``one-machine-samples`` those of all.
 ``--optimizer muon`` takes ``lsgd.client.muon`` instead of the task's optimizer, for all methods. A file may have the
-results of both; table and picture show all that it has.
+results of both: the table shows all that it has, and so does the picture unless ``--optimizer`` is given.
 
 The clock starts with the first step, when processes have met and have the same model. Every eight steps each worker
 copies its model, while its clock stands; the average of the workers' models is tested after the run. That average
@@ -126,7 +126,15 @@ def main() -> int:
         title = f"{settings.task}, {settings.nodes} hosts, {options.link}, period {settings.period} where it is given"
         target = TASKS[settings.task].target_loss if losses else WideDigits.target_accuracy
         target = options.target_loss or target
-        draw([r for r in rows if r["seed"] < options.seeds], title, target, options.plot, losses=losses)
+        learner = (options.optimizer, options.learning_rate_times)
+        any_learner = options.optimizer == "task"
+        shown = [
+            row
+            for row in rows
+            if row["seed"] < options.seeds
+            and (any_learner or (row["optimizer"], row["learning_rate_times"]) == learner)
+        ]
+        draw(shown, title, target, options.plot, losses=losses)
     return results.end(options.methods, pythons)
 
 
