@@ -635,15 +635,16 @@ class Worker:
         Methods that exchange models need it only for more than 128 micro-batches.
         """
         self._steps.accumulate()
-        gradients = self._steps.rounds.gradients
-        if gradients is None:
-            yield
-            return
-        gradients.muted = True
+        rounds = self._steps.rounds
+        before, rounds.muted = rounds.muted, lambda: True
         try:
             yield
         finally:
-            gradients.muted = False
+            rounds.muted = before
+
+    def accumulate_while(self, adds_up: Callable[[], bool]) -> None:
+        """Only add up gradients in each backward pass in which a function returns true, as inside of no_sync()."""
+        self._steps.rounds.muted = adds_up
 
     @observed
     @contextmanager

@@ -8,7 +8,7 @@ before the next forward pass. Forward passes in evaluation mode are an evaluatio
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -20,8 +20,9 @@ from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.control.joining import unwrapped
 from lsgd.client.control.replicas import bare
 from lsgd.client.data.passes import Pass
+from lsgd.client.iteration.rounds import Rounds
 from lsgd.client.iteration.step import StepState
-from lsgd.client.iteration.steps import WARN_AFTER_STEPS, closure_in, with_closure
+from lsgd.client.iteration.steps import WARN_AFTER_STEPS, Steps, closure_in, with_closure
 from lsgd.client.worker import Worker, check_steps
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.flat import written_buffers
@@ -29,9 +30,6 @@ from lsgd.flat import written_buffers
 logger = logging.getLogger("lsgd")
 
 T = TypeVar("T")
-
-OPEN = (StepState.BEGUN, StepState.STEPPED)
-"""The states of a step in which optimizers may step."""
 
 EVALUATES_FROM = 2
 """How many forward passes in evaluation mode, one after the other, are an evaluation: one may be a teacher's."""
@@ -125,66 +123,6 @@ class WrappedWorker(Worker):
         self.hooks.forget_passes()
         return means
 
-    def proceed(self) -> None:
-        """Get the next iteration now, if its round changes the model before the forward pass."""
-        self._steps.proceed()
-
-    def check_graphs(self, why: str) -> None:
-        """Raise a LsgdError if a forward pass may wait for its backward pass."""
-        self._steps.check_graphs(why)
-
-    def announce(self, inputs: object) -> None:
-        """Note the first inputs of the model, for the servers' comparison of what workers learn first."""
-        self._first.note(inputs)
-
-    def record(self, loss: Tensor) -> None:
-        """Record a loss that the model has returned."""
-        super().report(loss)
-
-    def note_batches(self) -> None:
-        """Count the batches that are drawn by now as trained on; checkpoints of the next round count no others."""
-        self._checkpoints.note_positions()
-
-    def drop_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Drop an optimizer's gradients, so that its step changes nothing."""
-        self._replica.drop_gradients(optimizer)
-
-    @property
-    def step_state(self) -> StepState:
-        """Where this worker is in its step."""
-        return self._steps.step.state
-
-    @property
-    def called(self) -> set[torch.optim.Optimizer]:
-        """The optimizers that have been called in this step."""
-        return self._steps.called
-
-    @property
-    def rounds(self) -> int:
-        """Number of the last round that has changed the model; 0: none has."""
-        return self._steps.rounds.committed
-
-    @property
-    def has_trained(self) -> bool:
-        """Whether it has completed an iteration since it joined."""
-        return self._steps.rounds.grants.done > 0
-
-    @property
-    def skips(self) -> bool:
-        """Whether all members skip the step under way, because a gradient is not finite."""
-        active = self._steps.rounds.active
-        return active is not None and active.skipped
-
-    @property
-    def exchanges_gradients(self) -> bool:
-        """Whether backward passes exchange gradients."""
-        return isinstance(self._replica.algorithm, GradientAlgorithm)
-
-    @property
-    def has_exchanged(self) -> bool:
-        """Whether the gradients of the step under way are exchanged: a backward pass inside no_sync() does not."""
-        return self.exchanges_gradients and not self._steps.rounds.pending
-
 
 class _Hooks:
     """The hooks on a model and its optimizers, which drive a worker's steps from the join on.
@@ -193,6 +131,8 @@ class _Hooks:
         worker: None before the join, and once the hooks are removed.
         reports: whether to report what the model returns as its loss.
     """
+
+    _steps: Steps  # the worker's, from the join on
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], accumulate: int) -> None:
         self.worker: WrappedWorker | None = None
@@ -203,7 +143,6 @@ class _Hooks:
         self._without = Counter[bool]()  # forward passes without gradients, one after the other; of copies: False
         self._buffers: list[Tensor] = []  # copies of the model's before a forward pass after the end of the run
         self._said: set[str] = set()
-        self._muted = ExitStack()
         before, after = _eager(self._before_forward), _eager(self._after_forward)
         removable: list[Any] = [
             root.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for root in self._roots
@@ -214,14 +153,16 @@ class _Hooks:
 
     def attach(self, worker: WrappedWorker) -> None:
         """Drive the worker's steps. Its own hooks on the optimizers run after those before a step, and before these."""
-        self.worker = worker
-        worker.note_batches()
+        self.worker, self._steps = worker, worker._steps
+        worker.accumulate_while(lambda: self._passes % self._accumulate > 0)
+        worker._checkpoints.note_positions()  # checkpoints of the next round count the batches drawn by now
         self._removable += [o.register_step_post_hook(self._after_step) for o in self._optimizers]
 
     def close(self) -> None:
         """Remove the hooks."""
+        if self.worker is not None:
+            self.worker.accumulate_while(bool)
         self.worker = None
-        self._muted.close()
         for hook in self._removable:
             hook.remove()
 
@@ -241,14 +182,13 @@ class _Hooks:
             return
         training = bare(model).training  # eval() may have been called inside of DDP
         own, trains = self._is_root(model), training and torch.is_grad_enabled()
-        if self._in_closure or worker.step_state is StepState.ROUND:
+        if self._in_closure or self._steps.step.state is StepState.ROUND:
             pass  # it belongs to an optimizer's step, or is a probe
         elif own and trains:
             self._without.clear()
             self._next_step(worker)
-            worker.announce((args, kwargs))
+            worker._first.note((args, kwargs))
             self._passes += 1
-            self._mute(worker)
         elif not (training if own else trains):  # in training mode it belongs to the step, as for pseudo-labels
             self._evaluate(worker, own=own)  # or that of a copy of the model, which has its hooks
         if own:
@@ -261,28 +201,22 @@ class _Hooks:
             x.data.copy_(kept)  # a change that the backward pass does not see
         self._buffers = []
         if self.worker is not None and len(self._optimizers) > 1:
-            _guard(output, self.worker, type(model).__name__)
+            _guard(output, self._steps.rounds, self.worker.name, type(model).__name__)
         if self.worker is not None and self.reports and model.training and torch.is_grad_enabled():
             if (loss := loss_in(output)) is not None:
-                self.worker.record(loss)
+                self._steps.rounds.election.losses.add(loss)
 
     def _next_step(self, worker: WrappedWorker) -> None:
         """Begin an iteration, or its next micro-batch; with several optimizers a pass may be for the next of them."""
-        if worker.skips:  # which ends the iteration, though a GradScaler has not let all optimizers step
-            worker.called.clear()
-        if worker.called:
+        if self._steps.rounds.skips:  # which ends the iteration, though a GradScaler has not let all optimizers step
+            self._steps.called.clear()
+        if self._steps.called:
             self._warn_of_missing(worker)
             return
-        if worker.step_state in OPEN:
+        if self._steps.step.is_open:
             self._warn_of_exchanges(worker)
             worker.close_step()
         worker.begin_step()
-
-    def _mute(self, worker: WrappedWorker) -> None:
-        """Exchange gradients only in the backward pass of an iteration's last micro-batch."""
-        self._muted.close()
-        if worker.step_state in OPEN and self._passes % self._accumulate:
-            self._muted.enter_context(worker.no_sync())
 
     def forget_passes(self) -> None:
         """Count the forward passes of an evaluation from here on."""
@@ -292,8 +226,8 @@ class _Hooks:
         """Step aside at the start of an evaluation, unless an iteration is under way or none has been."""
         self._without[own] += 1
         many = EVALUATES_FROM if own else COPY_EVALUATES_FROM
-        between = worker.step_state in (StepState.AWAY, StepState.GRANTED, StepState.COUNTED, StepState.GIVEN_BACK)
-        if self._without[own] == many and worker.has_trained and between:
+        between = self._steps.step.state in (StepState.AWAY, StepState.GRANTED, StepState.COUNTED, StepState.GIVEN_BACK)
+        if self._without[own] == many and self._steps.rounds.grants.done and between:
             worker.step_aside()
 
     # -- the optimizers' ---------------------------------------------------------------------------------------
@@ -304,27 +238,30 @@ class _Hooks:
         worker, closure = self.worker, closure_in(args, kwargs)
         if worker is None:
             return None
-        if worker.step_state in OPEN and closure is None:
+        step = self._steps.step
+        if step.is_open and closure is None:
             self._check_accumulation(worker)
-        if not (worker.step_state in OPEN or worker.stopped):  # the forward pass did not call the model
-            if worker.exchanges_gradients and closure is None:
+        if not (step.is_open or worker.stopped):  # the forward pass did not call the model
+            if _exchanges_gradients(worker) and closure is None:
                 raise LsgdError(
                     f"{worker.name}: optimizer.step() without a forward pass of the wrapped model, in which "
                     f"{worker.algorithm.name} begins an iteration: call model(...), not model.forward(...) or a part "
                     f"of it, in training mode"
                 )
-            if closure is None and worker.step_state is not StepState.GRANTED:
-                worker.check_graphs("in the first optimizer's step a round may come, because no call of the model did")
+            if closure is None and step.state is not StepState.GRANTED:
+                self._steps.check_graphs(
+                    "in the first optimizer's step a round may come, because no call of the model did"
+                )
             self._next_step(worker)
         if worker.stopped:
             self._say_over(worker)
-            worker.drop_gradients(optimizer)
+            worker._replica.drop_gradients(optimizer)
             closure = closure and partial(_without_gradients, worker, optimizer, closure)
         return closure and with_closure(partial(self._in_step, closure), args, kwargs)
 
     def _check_accumulation(self, worker: WrappedWorker) -> None:
         """Raise a LsgdError if the last backward pass did not exchange gradients: micro-batches are left over."""
-        if self._passes % self._accumulate and worker.exchanges_gradients:
+        if self._passes % self._accumulate and _exchanges_gradients(worker):
             raise LsgdError(
                 f"{worker.name}: optimizer.step() after {self._passes} forward passes, but with accumulate="
                 f"{self._accumulate} one backward pass in {self._accumulate} exchanges gradients: let each epoch have "
@@ -333,11 +270,11 @@ class _Hooks:
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if (worker := self.worker) is not None and len(worker.called) == len(self._optimizers):
+        if (worker := self.worker) is not None and len(self._steps.called) == len(self._optimizers):
             worker.close_step()
-            worker.note_batches()
+            worker._checkpoints.note_positions()
             self._passes = 0
-            worker.proceed()
+            self._steps.proceed()
 
     def _is_root(self, model: nn.Module) -> bool:
         return any(root is model for root in self._roots)
@@ -364,7 +301,7 @@ class _Hooks:
 
     def _warn_of_missing(self, worker: WrappedWorker) -> None:
         if self._passes >= WARN_AFTER_STEPS:
-            missing = [type(o).__name__ for o in self._optimizers if o not in worker.called]
+            missing = [type(o).__name__ for o in self._optimizers if o not in self._steps.called]
             self._say(
                 "missing",
                 "%s: %d forward passes in one iteration, in which %s has not stepped: an iteration counts when all "
@@ -373,7 +310,8 @@ class _Hooks:
             )
 
     def _warn_of_exchanges(self, worker: WrappedWorker) -> None:
-        if self._accumulate == 1 and self._passes > 1 and worker.has_exchanged:
+        exchanged = _exchanges_gradients(worker) and not self._steps.rounds.pending
+        if self._accumulate == 1 and self._passes > 1 and exchanged:
             self._say(
                 "accumulates",
                 "%s: gradients are exchanged in every micro-batch; to exchange once in a step of N, pass "
@@ -389,15 +327,19 @@ def roots(model: nn.Module) -> list[nn.Module]:
     return [root for child in model.children() for root in roots(child)]
 
 
-def _guard(output: Any, worker: WrappedWorker, model: str) -> None:
+def _exchanges_gradients(worker: WrappedWorker) -> bool:
+    return isinstance(worker._replica.algorithm, GradientAlgorithm)
+
+
+def _guard(output: Any, rounds: Rounds, worker: str, model: str) -> None:
     """Raise a LsgdError in a backward pass that reaches what a model returned before a round changed its weights."""
-    made = worker.rounds
+    made = rounds.committed
 
     def check(_: Tensor) -> None:
-        if worker.rounds > made:
+        if rounds.committed > made:
             raise LsgdError(
-                f"{worker.name}: this backward pass needs a forward pass of {model} that was made before round "
-                f"{worker.rounds}, which has changed its weights since: a round comes when all optimizers have "
+                f"{worker}: this backward pass needs a forward pass of {model} that was made before round "
+                f"{rounds.committed}, which has changed its weights since: a round comes when all optimizers have "
                 f"stepped, so make the forward passes of the next turn after the last of these steps, not between them"
             )
 
@@ -409,7 +351,7 @@ def _guard(output: Any, worker: WrappedWorker, model: str) -> None:
 def _without_gradients(worker: WrappedWorker, optimizer: torch.optim.Optimizer, closure: Callable[[], T]) -> T:
     """Return the loss that a closure computes, and drop the optimizer's gradients."""
     loss = closure()
-    worker.drop_gradients(optimizer)
+    worker._replica.drop_gradients(optimizer)
     return loss
 
 

@@ -32,9 +32,7 @@ class GradientExchange:
         flat: parameters; from the first pass on, gradients live in buffers of the same layout.
         complete: called by autograd at the end of the pass; waits for the exchange, and repairs a failed one.
         ddp: what reduces the gradients inside this worker; None: nothing does.
-
-    Attributes:
-        muted: whether backward passes only add to the gradients.
+        muted: whether the backward pass under way only adds to the gradients.
     """
 
     def __init__(
@@ -43,8 +41,9 @@ class GradientExchange:
         algorithm: GradientAlgorithm,
         complete: Callable[[], None],
         ddp: DistributedDataParallel | None = None,
+        muted: Callable[[], bool] = bool,
     ) -> None:
-        self.muted = False
+        self._muted = muted
         self._algorithm = algorithm
         self._complete, self._ddp = complete, ddp
         self._slots = flat.slots
@@ -144,7 +143,7 @@ class GradientExchange:
             if self._ddp is None:
                 self._settle(index, slot.parameter, slot.name)
             active = self._round
-            if self.muted or active is None or not (self._ddp is None or self._ddp.require_forward_param_sync):
+            if active is None or self._muted() or not (self._ddp is None or self._ddp.require_forward_param_sync):
                 return
             if active.state is not State.EXCHANGING:
                 self._begin(active)

@@ -57,6 +57,7 @@ class Rounds:
         world_size: members of that generation.
         part: this worker's part of the data, and how many there are; those who only pause keep theirs.
         gradients: exchange in the backward pass; None if the algorithm exchanges models.
+        muted: whether the backward pass under way only adds up gradients.
     """
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints, step: Step) -> None:
@@ -71,6 +72,7 @@ class Rounds:
         self.world_size = membership.welcome.world_size
         self.part = (self.rank, self.world_size)
         self.gradients: GradientExchange | None = None
+        self.muted: Callable[[], bool] = bool  # no pass does
         self._who, self._island, self._channel = membership.who, membership.island, membership.channel
         self._replica, self._checkpoints, self._step = replica, checkpoints, step
         self._looks: Sequence[Look] = ()  # of an island's processes at the model, ahead of the round
@@ -88,6 +90,11 @@ class Rounds:
     def pending(self) -> bool:
         """Whether a round waits for the backward pass."""
         return self.active is not None and self.active.pending
+
+    @property
+    def skips(self) -> bool:
+        """Whether all members skip the step under way, because a gradient is not finite."""
+        return self.active is not None and self.active.skipped
 
     @property
     def has_consensus(self) -> bool:
@@ -526,7 +533,7 @@ class Rounds:
         self._served, self.gradients = algorithm, None
         if isinstance(algorithm, GradientAlgorithm):
             flat, ddp = self._replica.flat, self._replica.ddp
-            self.gradients = GradientExchange(flat, algorithm, self._complete_gradients, ddp)
+            self.gradients = GradientExchange(flat, algorithm, self._complete_gradients, ddp, lambda: self.muted())
 
     def close(self) -> None:
         """Remove the hooks from the backward pass."""

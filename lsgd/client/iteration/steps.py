@@ -91,7 +91,8 @@ class Steps:
 
     def close_step(self) -> None:
         """End the step, if one has begun, without asking for another."""
-        self._idle += self.step.state is StepState.BEGUN
+        if self.step.state is StepState.BEGUN:
+            self._idle = 0 if self.rounds.muted() else self._idle + 1
         self._count()
         if self.step.state in (StepState.BEGUN, StepState.GIVEN_BACK):
             self.step.advance(Event.CLOSE)
@@ -362,11 +363,9 @@ class Steps:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.called.add(optimizer)
         self._outside += not self.step.is_open
-        active = self.rounds.active
         # GradScaler always calls a fused optimizer, which skips the step itself if this tensor says so.
         found_inf = getattr(optimizer, "found_inf", None)
-        skipped = (active is not None and active.skipped) or (found_inf is not None and bool(found_inf))
-        if not skipped:
+        if not (self.rounds.skips or (found_inf is not None and bool(found_inf))):
             self._idle = 0
             if self.step.is_open:
                 self.step.advance(Event.STEP)
