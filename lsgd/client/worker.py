@@ -278,11 +278,6 @@ class Worker:
         return self._steps.step.has_ended
 
     @property
-    def in_step(self) -> bool:
-        """Whether a step is under way, in which optimizers may step; not after a pause in it."""
-        return self._steps.step.is_open
-
-    @property
     def device(self) -> torch.device:
         """The device of the model."""
         return self._membership.device
@@ -353,15 +348,28 @@ class Worker:
         loader = shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._deal(loader)
 
-    def divided(self, data: TrainerData | None = None) -> None:
-        """Say that the script's data is divided among the workers, so that the servers need not compare it.
+    def divide(self, loaders: Any, seed: int, begin_at: dict[str, Any] | None = None) -> TrainerData:
+        """Let the loaders of another library's Trainer draw this worker's part; checkpoints have its place from now on.
+
+        The loaders stay, and so does the number of batches in their passes, which the Trainer counts.
 
         Args:
-            data: that of a Trainer, which lsgd has divided: the servers compare how all deal it.
+            loaders: DataLoader, or several in lists and dicts, the same on all workers.
+            seed: of the parts; the same on all workers.
+            begin_at: ``state_dict()`` of what this method has returned in an earlier training; None: at the beginning.
+
+        Raises:
+            ConfigError: there is data that lsgd cannot divide.
         """
         self._first.tell_nothing()
-        if data is not None:
-            data.tell(self._dealt)
+        data = TrainerData(loaders, partial(_place, weakref.ref(self)), seed)
+        if begin_at:
+            data.load_state_dict(begin_at)
+        self._checkpoints.attend_extra("lsgd_stream", data)
+        data.tell(self._dealt)
+        if self.plan.run.own_noise:
+            data.begin_own()
+        return data
 
     def _own(self, options: dict[str, Any]) -> dict[str, Any]:
         """Return a loader's options, with which its processes draw numbers of this worker's own."""

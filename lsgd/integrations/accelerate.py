@@ -3,13 +3,14 @@
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, Self
 
 from torch import Tensor, nn
 
 from lsgd.client.control.joining import unwrapped
+from lsgd.client.data.passes import Pass
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError
 from lsgd.integrations.shared import Integration
@@ -81,15 +82,15 @@ class LsgdLoop(Integration):
                 "the script imports accelerate's LocalSGD: remove it, because lsgd takes its place: in one process "
                 "it averages nothing"
             )
-        self._shard(self._loader, self._seed)
         worker = self._join(self._model, self._optimizer, self._accelerator.scaler, 0)
+        self._shard(self._loader, self._seed)
+        worker.accumulate_while(lambda: not self._accelerator.sync_gradients)
         own = unwrapped(self._optimizer)
         prepared = [each for each in map(inner, self._accelerator._schedulers) if optimizer_of(each) in own]
         counting = Counter(optimizer_of(each) for each in prepared if counts(each))
         for each in prepared:  # of those that do not say how long they are, or are several, the script has to say
             if not counts(each) or (length_of(each) is not None and counting[optimizer_of(each)] == 1):
                 worker.follow(each)
-        self._hooks = [self._model.register_forward_pre_hook(self._before_forward)]
         return self
 
     def __exit__(
@@ -116,27 +117,11 @@ class LsgdLoop(Integration):
 
     def batches(self) -> Iterator[Any]:
         """Yield the loader's batches, once, as :meth:`lsgd.client.Worker.batches`; it raises the same."""
-        yield from self.worker.batches(_Counted(self._loader, self._consume, self._shards))
+        loader = Pass[Any](self._loader, lambda: iter(self._loader))  # whether it is divided is known
+        for batch in self.worker.batches(loader):
+            self._consume()  # not those that accelerate prefetches
+            yield batch
 
     def report(self, loss: Tensor | float) -> None:
         """Report the loss of a batch, before it is divided by the number of micro-batches in a step."""
         self.worker.report(loss.detach() if isinstance(loss, Tensor) else loss)
-
-    def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Exchange gradients only in the backward pass of a step's last micro-batch."""
-        self._mute(model.training and not self._accelerator.sync_gradients)
-
-
-class _Counted:
-    """A loader that counts the batches it yields, but not those that accelerate prefetches."""
-
-    def __init__(self, loader: Any, consume: Callable[[], None], is_sharded: bool) -> None:
-        self._loader, self._consume, self.is_sharded = loader, consume, is_sharded
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
-            self._consume()  # a checkpoint at the end of its step counts it
-            yield batch

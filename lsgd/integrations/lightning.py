@@ -53,7 +53,8 @@ class LsgdCallback(Integration, Callback):
         super().__init__("the Trainer", shard, options)
         self._seed = seed
         self._restored: dict[str, Any] = {}  # the stream's state in a checkpoint of Lightning
-        self._closed = False
+        self._saved: Saved | None = None  # while this worker trains
+        self._adds_up = False  # whether the batch under way only adds up gradients
         rank_zero_only.rank = int(os.environ.get("LSGD_RANK") or 0)  # loggers begin before the join says who is first
 
     @property
@@ -72,14 +73,12 @@ class LsgdCallback(Integration, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the run."""
-        self._shard(trainer.train_dataloader, self._seed)
-        if self._data is not None and self._restored:
-            self._data.load_state_dict(self._restored)
-        self._restored = {}  # it is not for a second training
-        self._closed = False
         is_one = len(trainer.optimizers) == 1  # of several, each one's steps count in global_step
         begun, scaler = trainer.global_step if is_one else 0, getattr(trainer.precision_plugin, "scaler", None)
         worker = self._join(pl_module, trainer.optimizers, scaler, begun)
+        self._shard(trainer.train_dataloader, self._seed, self._restored)
+        self._restored = {}  # it is not for a second training
+        worker.accumulate_while(lambda: self._adds_up)
         self._saved = Saved(worker.run_dir)
         if worker.first:
             self._saved.forget()
@@ -98,20 +97,17 @@ class LsgdCallback(Integration, Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Get an iteration; if there is none left, stop the Trainer and skip the batch."""
-        worker = self.worker
-        worker.close_step()
-        if self._has_made_all or not worker.begin_step():
+        if not self._begin():
             trainer.should_stop = True
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = 0  # they would delay the stop
             raise StopIteration  # ends the epoch, as -1 from the module's hook does
-        self._mute(pl_module.automatic_optimization and accumulates(trainer, batch_idx))
+        self._adds_up = pl_module.automatic_optimization and accumulates(trainer, batch_idx)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Report the loss; the first worker logs the run's state. The next batch, or a pause, ends the step."""
         worker = self.worker
-        self._muted.close()
         self._consume()
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):  # of a micro-batch: its share of the step's
@@ -122,7 +118,7 @@ class LsgdCallback(Integration, Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Pause."""
         if not trainer.sanity_checking:
-            self._pause()
+            self.worker.step_aside()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """If the Trainer stops by itself, leave before later callbacks save the model."""
@@ -137,8 +133,11 @@ class LsgdCallback(Integration, Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Close the worker after the last callback has saved; end the process if the consensus is not finite."""
+        saved = self._saved
         self._close(None)
-        self._settle_paths([each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)])
+        if saved is not None:
+            savers = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+            settle_paths(saved, savers, first=self.first)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Handle it as ``with Worker.join(...)`` does: tell the run, and end the process for lsgd's errors."""
@@ -153,10 +152,6 @@ class LsgdCallback(Integration, Callback):
         self._restored = state_dict
 
     # -- helpers -----------------------------------------------------------------------------------------------
-
-    def _close(self, error: BaseException | None) -> None:
-        self._closed = True
-        super()._close(error)
 
     def _follow_schedules(self, trainer: Trainer, steps: float) -> None:
         """Let the module's scheduler follow the run; of manual optimization, or of several, the module has to say."""
@@ -173,34 +168,19 @@ class LsgdCallback(Integration, Callback):
     def _place_of(self, trainer: Trainer, steps: float, length: int) -> int:
         return self._scheduled(trainer.global_step, steps, length)
 
-    def _pause(self) -> None:
-        """Pause until the next batch, unless paused already."""
-        if self.worker.in_step:
-            with self.worker.pause():
-                pass
+    def _close(self, error: BaseException | None) -> None:
+        self._saved = None
+        super()._close(error)
 
     def saves(self) -> bool:
         """Whether this worker is the one that saves; if so, pause it."""
-        if self._worker is None or self._closed:
+        if self._saved is None:
             return self.first
-        if not is_saver(self._worker):
+        if not is_saver(self.worker):
             return False
         self._saved.tell(None)
-        self._pause()
+        self.worker.step_aside()
         return True
-
-    def _settle_paths(self, callbacks: Sequence[ModelCheckpoint]) -> None:
-        """Let each ModelCheckpoint have the paths of the worker that saves, if this one sees them, and no others.
-
-        A library may load ``best_model_path`` on every worker, once the training is over.
-        """
-        paths = [_paths_of(each) for each in callbacks]
-        if self.worker.first:
-            self._saved.tell(paths)
-        elif any(best or last for best, last, _ in paths):
-            paths = self._saved.hear() or paths
-        for each, (best, last, scores) in zip(callbacks, paths, strict=True):
-            _settle(each, best, last, {path: score for path, score in scores.items() if _exists(path)})
 
     def _log(self, trainer: Trainer) -> None:
         numbers = {name: x for name, x in state_of_run(self.worker).items() if isinstance(x, int | float)}
@@ -269,6 +249,20 @@ class _OneSaves(CheckpointIO):
 
     def teardown(self) -> None:
         self._inner.teardown()
+
+
+def settle_paths(saved: Saved, callbacks: Sequence[ModelCheckpoint], *, first: bool) -> None:
+    """Let each ModelCheckpoint have the paths of the worker that saves, if this one sees them, and no others.
+
+    A library may load ``best_model_path`` on every worker, once the training is over.
+    """
+    paths = [_paths_of(each) for each in callbacks]
+    if first:
+        saved.tell(paths)
+    elif any(best or last for best, last, _ in paths):
+        paths = saved.hear() or paths
+    for each, (best, last, scores) in zip(callbacks, paths, strict=True):
+        _settle(each, best, last, {path: score for path, score in scores.items() if _exists(path)})
 
 
 def _paths_of(callback: ModelCheckpoint) -> tuple[str, str, dict[str, float]]:

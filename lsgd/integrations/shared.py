@@ -1,11 +1,10 @@
-"""What the integrations have in common."""
+"""What the integrations have in common: a worker whose steps begin and end where another library's loop says so."""
 
 import logging
 import math
 import os
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
@@ -25,7 +24,7 @@ DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 class Integration:
-    """Joins the run with a worker's shards of a trainer's data, and skips exchanges while gradients accumulate.
+    """A loop of another library as a worker: its hooks call these methods, and docs/design.md says which calls what.
 
     Args:
         trainer: name of what sets up distributed training if the variables of torchrun are there.
@@ -47,8 +46,6 @@ class Integration:
         self._shards = shards
         self._options = options
         self._data: TrainerData | None = None
-        self._muted = ExitStack()
-        self._hooks: list[Any] = []  # on the model, while it trains
 
     @property
     def _joined(self) -> Worker:
@@ -58,31 +55,24 @@ class Integration:
     @property
     def rank(self) -> int:
         """This worker's rank in the run, 0 before training."""
-        return self._place()[0]
+        return 0 if self._worker is None else self._worker.part[0]
 
     @property
     def first(self) -> bool:
         """Whether this worker saves for all; true before training: ``if callback.first:`` and what saves the model."""
         return self._worker is None or self._worker.first
 
-    def _shard(self, loaders: Any, seed: int) -> None:
-        """Let this worker draw its part of the training data; each pass keeps its number of batches.
-
-        Raises:
-            ConfigError: there is data that lsgd cannot divide.
-        """
-        self._data = TrainerData(loaders, self._place, seed) if self._shards else None
+    # -- the beginning -----------------------------------------------------------------------------------------
 
     def _join(self, model: nn.Module, optimizers: Any, scaler: Any, step: int) -> Worker:
         """Join the run; ``scaler`` is the trainer's GradScaler, or None; ``step``: how many steps it has made."""
-        own = {"lsgd_stream": self._data, "lsgd_scaler": scaler}
-        extra = {**(self._options.get("extra") or {}), **{name: x for name, x in own.items() if x is not None}}
+        extra = {**(self._options.get("extra") or {}), **({} if scaler is None else {"lsgd_scaler": scaler})}
         self._worker = Worker.join(model, optimizers, **{"step": step, **self._options, "extra": extra})
-        if self._data is not None:
-            self._worker.divided(self._data)
-            if self._worker.plan.run.own_noise:
-                self._data.begin_own()
         return self._worker
+
+    def _shard(self, loaders: Any, seed: int, begin_at: dict[str, Any] | None = None) -> None:
+        """Let the worker draw its part of the training data, if it is to: see :meth:`lsgd.client.Worker.divide`."""
+        self._data = self._joined.divide(loaders, seed, begin_at) if self._shards else None
 
     def _expect(self, steps: float, limits: str, *, counts: bool = True) -> None:
         """Note how many steps the trainer makes, and log what ends training.
@@ -90,15 +80,52 @@ class Integration:
         If the plan has no end, they end the run, and a worker that is started again goes on where the others are.
         ``counts``: whether each of them is an iteration; ``limits``: what sets their number.
         """
-        worker = self._joined
-        if not worker.plan.run.has_end and counts and 0 < steps < math.inf:
+        worker, run = self._joined, self._joined.plan.run
+        if not run.has_end and counts and 0 < steps < math.inf:
             worker.steps = int(steps)
-        say_who_ends(worker, steps if steps >= 0 else math.inf, limits)
+        own = f"{steps if steps >= 0 else math.inf:g} steps of its own ({limits})"
+        end = " or ".join(
+            [f"{run.iterations} iterations of all workers together"] * bool(run.iterations)
+            + [f"{run.seconds:g} s"] * bool(run.seconds)
+        )
+        if worker.steps:
+            left = max(0, worker.steps - worker.step)
+            logger.info(
+                "%s: the plan has no end, so the run ends with its workers' own steps: this one makes %d (%s), and "
+                "then waits for the others",
+                *(worker.name, left, limits),
+            )
+        elif not end:
+            logger.warning("%s: the plan has no end, so this worker leaves after %s", worker.name, own)
+        elif 0 <= steps * worker.world_size < run.iterations:
+            logger.warning(
+                "%s leaves after %s, before the run's end after %s; max_steps = %d leaves the end to the run",
+                *(worker.name, own, end, run.iterations),
+            )
+        else:
+            logger.info(
+                "%s: the run ends after %s, and stops the trainer; or this worker leaves after %s, whichever is first",
+                *(worker.name, end, own),
+            )
 
-    @property
-    def _has_made_all(self) -> bool:
-        """Whether the trainer's own steps are made, as those of a worker that is resumed, or late, may be."""
-        return 0 < self._joined.steps <= self._joined.step
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> bool:
+        """Begin a step, and end the one before; return False if there is none: the trainer is to stop.
+
+        It leaves if the trainer's own steps are made, as those of a worker that is resumed, or late, may be.
+        """
+        worker = self._joined
+        worker.close_step()
+        if 0 < worker.steps <= worker.step:
+            self._leave()
+            return False
+        return worker.begin_step()
+
+    def _consume(self) -> None:
+        """Count a batch that was trained on."""
+        if self._data is not None:
+            self._data.consume()
 
     def _scheduled(self, done: int, steps: float, length: int) -> int:
         """Return how many of ``length`` steps a scheduler is to have made, by the run's progress.
@@ -109,6 +136,16 @@ class Integration:
         run = worker.step * length // worker.steps if worker.steps else int(worker.progress * length)
         return min(length, max(run, int(done * length / steps)))
 
+    # -- evaluation, and saving --------------------------------------------------------------------------------
+
+    def _alike(self, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return the means of metrics over all workers, which meet here, so that all decide alike by them."""
+        names = {name: re.sub(r"[^\w./-]", "_", name)[:MAX_LOGGED_NAME] for name in metrics}
+        means = self._joined.mean({names[name]: value for name, value in metrics.items()}) if metrics else {}
+        return {name: means[short] for name, short in names.items()}
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
     def _leave(self) -> None:
         """Leave the run, because the trainer stops; wait for the other trainers if their own steps end the run."""
         if self._joined.steps and not self._joined.stopped:
@@ -118,33 +155,8 @@ class Integration:
 
     def _close(self, error: BaseException | None) -> None:
         """End training as the end of ``with Worker.join(...)`` does: it tells the run of an error."""
-        self._muted.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
         if self._worker is not None:
             self._worker.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
-
-    def _place(self) -> tuple[int, int]:
-        """Return the worker's part of the data, and how many there are; (0, 1) before it has joined."""
-        return (0, 1) if self._worker is None else self._worker.part
-
-    def _alike(self, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Return the means of metrics over all workers, which meet here, so that all decide alike by them."""
-        names = {name: re.sub(r"[^\w./-]", "_", name)[:MAX_LOGGED_NAME] for name in metrics}
-        means = self._joined.mean({names[name]: value for name, value in metrics.items()}) if metrics else {}
-        return {name: means[short] for name, short in names.items()}
-
-    def _consume(self) -> None:
-        """Count a batch that was trained on."""
-        if self._data is not None:
-            self._data.consume()
-
-    def _mute(self, accumulates: bool) -> None:
-        """Exchange no gradients until the next call if the next backward pass only accumulates them."""
-        self._muted.close()
-        if accumulates:
-            self._muted.enter_context(self._joined.no_sync())
 
 
 def is_saver(worker: Worker) -> bool:
@@ -176,32 +188,3 @@ def _status(worker: Worker) -> dict[str, Any] | None:
         return worker.status(timeout_s=STATUS_WITHIN_S)
     except (ExchangeError, ServerLostError):
         return None
-
-
-def say_who_ends(worker: Worker, max_steps: float, limits: str) -> None:
-    """Log what ends training: the plan, or the trainer's own number of steps, set by ``limits``."""
-    run = worker.plan.run
-    ends = [f"{run.iterations} iterations of all workers together"] if run.iterations else []
-    ends += [f"{run.seconds:g} s"] if run.seconds else []
-    if worker.steps:
-        logger.info(
-            "%s: the plan has no end, so the run ends with its workers' own steps: this one makes %g (%s), and then "
-            "waits for the others",
-            *(worker.name, max(0, max_steps - worker.step), limits),
-        )
-    elif not ends:
-        logger.warning(
-            "%s: the plan has no end, so this worker leaves after %g steps of its own (%s)",
-            *(worker.name, max_steps, limits),
-        )
-    elif max_steps * worker.world_size < run.iterations:
-        logger.warning(
-            "%s leaves after %g steps of its own (%s), before the run's end after %s; max_steps = %d leaves the end "
-            "to the run",
-            *(worker.name, max_steps, limits, " or ".join(ends), run.iterations),
-        )
-    else:
-        logger.info(
-            "%s: the run ends after %s, and stops the trainer, or %g steps of this worker (%s) do, whichever is first",
-            *(worker.name, " or ".join(ends), max_steps, limits),
-        )

@@ -2,8 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -56,6 +55,7 @@ class LsgdCallback(Integration, TrainerCallback):
         self._losses: list[Tensor] = []  # of the step's micro-batches
         self._has_losses = False  # the model has returned one
         self._summed = False  # whether they add up to the step's loss
+        self._hook: Any = None  # on the model, while it trains
         self._saves = True  # whether this is the worker that may save now
         self._save_strategy = SaveStrategy.NO
 
@@ -92,17 +92,15 @@ class LsgdCallback(Integration, TrainerCallback):
     ) -> None:
         """Join the run; a second training joins anew."""
         check(args)
-        if self._hooks:  # of an earlier training that was interrupted
+        if self._hook is not None:  # of an earlier training that was interrupted
             args.save_strategy = self._save_strategy
             self._close(None)
         self._has_losses, self._at_end = False, None
         self._losses.clear()
-        self._shard(train_dataloader, args.data_seed or 0)  # args.seed may be another on each worker
         worker = self._join(model, optimizer, getattr(optimizer, "scaler", None), state.global_step)
-        self._hooks = [
-            model.register_forward_pre_hook(self._before_forward),
-            model.register_forward_hook(self._after_forward, with_kwargs=True),
-        ]
+        self._shard(train_dataloader, args.data_seed or 0)  # args.seed may be another on each worker
+        worker.accumulate_while(lambda: not GradientState().sync_gradients)
+        self._hook = model.register_forward_hook(self._after_forward, with_kwargs=True)
         self._save_strategy = args.save_strategy
         state.is_world_process_zero = worker.first  # has the progress bar; later, that must not change
         self._expect(state.max_steps, "max_steps, or num_train_epochs")
@@ -122,12 +120,7 @@ class LsgdCallback(Integration, TrainerCallback):
         **_: Any,
     ) -> None:
         """Get an iteration."""
-        worker = self._joined
-        with self._leaving_on_error():
-            worker.close_step()
-            if is_over := self._has_made_all:
-                self._leave()
-            has_step = not is_over and worker.begin_step()
+        has_step = self._begin()
         args.save_strategy = self._save_strategy
         if not has_step:  # the end came while this worker paused, or before; the Trainer takes one more step and stops
             self._at_end = {name: x.clone() for name, x in model.state_dict().items() if isinstance(x, Tensor)}
@@ -140,7 +133,6 @@ class LsgdCallback(Integration, TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """End the iteration, or pause to evaluate or save."""
         worker = self._joined
-        self._muted.close()
         if self._at_end is not None:
             state.global_step -= 1
             self._stop(control)
@@ -152,28 +144,23 @@ class LsgdCallback(Integration, TrainerCallback):
             self._losses.clear()
         ends_epoch = state.epoch is not None and state.epoch % 1 == 0
         may_pause = ends_epoch and "epoch" in (args.eval_strategy, self._save_strategy)  # in on_epoch_end, in this step
-        with self._leaving_on_error():
-            if control.should_training_stop:
-                self._stop(control)
-            elif not self._paused(args, control) and not may_pause and not worker.end_step():
-                self._stop(control)
+        if control.should_training_stop:
+            self._stop(control)
+        elif not self._paused(args, control) and not may_pause and not worker.end_step():
+            self._stop(control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: nn.Module, **_: Any
     ) -> None:
         """If the Trainer stops, leave and evaluate and save the final model; else pause if due."""
-        worker = self._joined
-        with self._leaving_on_error():
-            if control.should_training_stop:
-                self._leave()
-            else:
-                self._paused(args, control)
         if not control.should_training_stop:
+            self._paused(args, control)
             return
+        self._leave()
         if self._at_end is not None:
             model.load_state_dict(self._at_end, strict=False)
             self._at_end = None
-        self._let_save(args, worker.first)
+        self._let_save(args, self.first)
         control.should_evaluate = args.eval_strategy != "no"
         control.should_save = args.save_strategy not in (SaveStrategy.NO, SaveStrategy.BEST)
 
@@ -200,20 +187,16 @@ class LsgdCallback(Integration, TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Leave the run."""
         args.save_strategy = self._save_strategy
-        with self._leaving_on_error():
-            self._leave()
+        self._leave()
         self._close(None)
 
     # -- helpers -----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _leaving_on_error(self) -> Iterator[None]:
-        """Handle an error as ``with Worker.join(...)`` does."""
-        try:
-            yield
-        except Exception as error:
-            self._close(error)
-            raise
+    def _close(self, error: BaseException | None) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        super()._close(error)
 
     def _share_decisions(self, args: TrainingArguments, state: TrainerState, logs: dict[str, Any]) -> None:
         """Replace the metric that decides (early stopping, the best so far, plateaus) by its mean over the workers.
@@ -223,8 +206,7 @@ class LsgdCallback(Integration, TrainerCallback):
         metric = args.metric_for_best_model or ""
         metric = metric if metric.startswith("eval_") else f"eval_{metric}"
         if metric in logs:
-            with self._leaving_on_error():
-                logs |= self._alike({metric: logs[metric]})
+            logs |= self._alike({metric: logs[metric]})
             state.log_history[-1] |= {metric: logs[metric]}
 
     def _stop(self, control: TrainerControl) -> None:
@@ -236,20 +218,15 @@ class LsgdCallback(Integration, TrainerCallback):
         """Pause the worker if the Trainer is about to evaluate or save; return whether it is."""
         if not control.should_evaluate and not control.should_save:
             return False
-        worker = self._joined
-        self._let_save(args, is_saver(worker))
+        self._let_save(args, is_saver(self._joined))
         control.should_save &= args.save_strategy != SaveStrategy.NO
-        with worker.pause():
-            return True
+        self._joined.step_aside()
+        return True
 
     def _let_save(self, args: TrainingArguments, saves: bool) -> None:
         """Allow or prevent saving until the next step; the Trainer also checks this after an evaluation."""
         self._saves = saves
         args.save_strategy = self._save_strategy if saves else SaveStrategy.NO
-
-    def _before_forward(self, model: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Exchange gradients only in the backward pass of a step's last micro-batch."""
-        self._mute(model.training and not GradientState().sync_gradients)
 
     def _after_forward(self, model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any], output: Any) -> None:
         """Record the loss: with ``num_items_in_batch`` a share of the step's, else the micro-batch's."""

@@ -20,8 +20,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
+from lsgd.client.data.trainers import TrainerData
 from lsgd.errors import ConfigError, LsgdError
-from lsgd.integrations.shared import Integration
 
 from .running import Cluster, ForkServer, check_trainers_without_an_end, train_two
 
@@ -139,9 +139,7 @@ def test_loaders_that_lightning_combines_are_dealt_in_every_mode(mode, kind) -> 
         given = loaders if kind is list else dict(zip("abc", loaders, strict=True))
         loader = combined.CombinedLoader(given, mode)
         iter(loader)  # before the join, as in a Trainer
-        integration = Integration("a trainer", True, {})
-        integration._place = lambda rank=rank: (rank, 2)
-        integration._shard(loader.iterables, 0)
+        TrainerData(loader.iterables, lambda rank=rank: (rank, 2), 0)
         leaves = [leaf for batch, *_ in loader for leaf in tree_leaves(batch) if leaf is not None]
         values = [*map(int, torch.cat(leaves))]
         first = [[x for x in values if low <= x < low + 100] for low in (0, 100, 200)]

@@ -22,7 +22,7 @@ from torch.utils.data import (
 from lsgd.client.data.shards import ShardSampler
 from lsgd.client.data.trainers import Endless, TrainerData, sampler_of
 from lsgd.errors import ConfigError, ExchangeError
-from lsgd.integrations.shared import Integration, is_saver, state_of_run
+from lsgd.integrations.shared import is_saver, state_of_run
 
 from ..samplers import Turning
 
@@ -82,17 +82,19 @@ def test_a_worker_goes_on_in_its_own_shard_where_the_one_that_saved_was(caplog) 
     assert rest == list(stream(rank=1))[6:10] and not {*rest} & {*drawn[:10]} and not caplog.messages
 
 
-def deal(sampler: Sampler[int], dataset: Dataset[int], size: int = 2) -> tuple[list[list[int]], Integration]:
-    """Return what each of ``size`` workers draws in a pass through a trainer, and the last one's integration."""
+def alone() -> tuple[int, int]:
+    return 0, 1
+
+
+def deal(sampler: Sampler[int], dataset: Dataset[int], size: int = 2) -> tuple[list[list[int]], TrainerData]:
+    """Return what each of ``size`` workers draws in a pass through a trainer, and the last one's data."""
     drawn = []
     for rank in range(size):
-        integration = Integration("a trainer", True, {})
-        integration._place = lambda rank=rank: (rank, size)
         torch.manual_seed(0)  # all workers' samplers draw alike
         loader = DataLoader(dataset, 4, sampler=sampler)
-        integration._shard(loader, 0)
+        data = TrainerData(loader, lambda rank=rank: (rank, size), 0)
         drawn.append([int(index) for batch in loader for index in batch])
-    return drawn, integration
+    return drawn, data
 
 
 def test_what_a_sampler_of_the_script_leaves_out_is_left_out():
@@ -118,14 +120,14 @@ def test_a_sampler_with_fewer_samples_than_workers_is_an_error():
 
 @pytest.mark.parametrize("sampler", [RandomSampler(range(20)), SequentialSampler(range(20))])
 def test_a_sampler_that_draws_each_sample_once_makes_way_for_shards(sampler):
-    (one, other), integration = deal(sampler, range(20))
-    assert sorted(one[:10] + other[:10]) == [*range(20)] and isinstance(integration._data.parts[0].passes, ShardSampler)
+    (one, other), data = deal(sampler, range(20))
+    assert sorted(one[:10] + other[:10]) == [*range(20)] and isinstance(data.parts[0].passes, ShardSampler)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_distributed_sampler_says_whether_shards_are_shuffled(shuffle):
     loader = DataLoader(range(20), 4, sampler=DistributedSampler(range(20), 1, 0, shuffle))
-    Integration("a trainer", True, {})._shard(loader, 0)
+    TrainerData(loader, alone, 0)
     drawn = [int(index) for batch in loader for index in batch]
     assert sorted(drawn) == [*range(20)] and (drawn == sorted(drawn)) is not shuffle
 
@@ -141,7 +143,7 @@ def test_a_loader_of_two_trainings_is_dealt_from_the_scripts_sampler_in_both():
     loader = DataLoader(range(20), 4, sampler=SubsetRandomSampler(range(16)))
     sampler = sampler_of(loader)
     for _ in range(2):
-        Integration("a trainer", True, {})._shard(loader, 0)
+        TrainerData(loader, alone, 0)
         assert sampler_of(loader) is sampler and sorted(map(int, chain(*loader))) == [*range(16)]
     assert sampler_of(range(3)) is None
 
@@ -160,10 +162,9 @@ def through_a_trainer(make: Callable[[], Any], size: int = 2, passes: int = 1) -
     """Return the batches that each worker's trainer draws in some passes over what ``make`` returns."""
     drawn = []
     for rank in range(size):
-        integration, loaders = Integration("a trainer", True, {}), make()
-        integration._place = lambda rank=rank: (rank, size)
+        loaders = make()
         torch.manual_seed(rank)
-        integration._shard(loaders, 0)
+        TrainerData(loaders, lambda rank=rank: (rank, size), 0)
         batches = loaders.values() if isinstance(loaders, dict) else [loaders]
         drawn.append([[x.tolist() for _ in range(passes) for x in each] for each in batches])
     return drawn
@@ -258,7 +259,7 @@ class NoEnd(Sampler[int]):
 )
 def test_what_cannot_be_divided_is_refused_with_the_lines_that_do_it(data, message):
     with pytest.raises(ConfigError, match=message) as refused:
-        Integration("a trainer", True, {})._shard(data, 0)
+        TrainerData(data, alone, 0)
     assert "Subset(dataset, worker.rows(len(dataset)))" in str(refused.value)
 
 

@@ -74,10 +74,7 @@ class Endless(Sampler[Any]):
         return {**position, "length": length, "place": list(place)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the position that :meth:`state_dict` returned; in a new epoch, if the parts have changed.
-
-        Whether they have is looked at when the first unit is drawn, because this worker may not have joined yet.
-        """
+        """Continue at the position that :meth:`state_dict` returned; in a new epoch, if the parts have changed."""
         self._epoch, self._consumed, self._ahead = state["epoch"], state["consumed"], 0
         self.passes.epoch, self.passes.seed = state["epoch"], state["seed"]
         self._saved = (state["length"], (state["place"][0], state["place"][1])) if "length" in state else None
@@ -117,7 +114,7 @@ class TrainerData:
 
     Args:
         loaders: DataLoader, or several in lists and dicts.
-        place: see :data:`lsgd.client.data.passes.Place`; asked at the first batch, when the worker has joined.
+        place: see :data:`lsgd.client.data.passes.Place`.
         seed: of the parts; the same on all workers.
 
     Attributes:
