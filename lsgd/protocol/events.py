@@ -59,6 +59,7 @@ class RoundOrdered:
         count: the run's iterations when it was ordered.
         seconds: time since the run's first round.
         losses: by worker at that time, of the first workers in rank order and the leader.
+        means: what ``worker.mean`` has returned since the global round before, by name.
     """
 
     round: int
@@ -68,6 +69,7 @@ class RoundOrdered:
     count: int
     seconds: float
     losses: dict[str, float | None]
+    means: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -339,11 +339,14 @@ def roles(
     return Roles(elect(synced or [source], rule, lot), tuple(leaders), source, tuple(new))
 
 
-def election(order: Round, leader: Member | None, members: Sequence[Member], seconds: float) -> RoundOrdered:
+def election(
+    order: Round, leader: Member | None, members: Sequence[Member], seconds: float, means: Mapping[str, float]
+) -> RoundOrdered:
     """Return the history's entry for a new round; ``leader``: None if nobody takes over what one has."""
     losses = {m.worker: m.asked.loss for m in [*members[:MAX_LOSSES], *([leader] if leader else [])]}
     node = members[0].join.node if order.scope == "local" else -1
-    return RoundOrdered(order.id, order.scope, node, leader.worker if leader else "", order.count, seconds, losses)
+    who = leader.worker if leader else ""
+    return RoundOrdered(order.id, order.scope, node, who, order.count, seconds, losses, dict(means))
 
 
 def line(entry: RoundOrdered, *, final: bool) -> Reason:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lsgd.means import mean_of
-from lsgd.protocol.messages import Met
+from lsgd.protocol.messages import MAX_LOGGED, Met
 from lsgd.protocol.wants import Call
 from lsgd.server.changes import Changes
 from lsgd.server.reasons import Reason, Why
@@ -29,9 +30,11 @@ class Meeting:
 
     Attributes:
         answered: incarnation and answer of each worker, in case the answer is lost; the journal keeps them.
+        means: the answers' numbers since the last global round, at most :data:`MAX_LOGGED` names.
     """
 
     answered: dict[str, tuple[int, Met]] = field(default_factory=dict)
+    means: dict[str, float] = field(default_factory=dict)
     changes: Changes = field(default_factory=Changes)
     _looked: tuple[int, int, bool] = (-1, 0, False)  # at the last look: changes of the state, and what is_due takes
 
@@ -48,6 +51,11 @@ class Meeting:
         """Return the answer to a call, if it has been given."""
         who, met = self.answered.get(worker, (0, None))
         return met if met and who == incarnation and met.number >= call.number else None
+
+    def take_means(self) -> dict[str, float]:
+        """Return the answers' numbers since the last call of this."""
+        means, self.means = self.means, {}
+        return means
 
     def is_due(self, held: int, *, stopping: bool) -> bool:
         """Whether anything has changed since the last look; ``held``: number of held members, 0 unless all are."""
@@ -91,6 +99,8 @@ def conclude(state: RunState) -> None:
         return
     calls = list(callers.values())
     means = {name: mean_of([call.numbers[name] for call in calls]) for name in calls[0].numbers}
+    both = means | state.meeting.means | means  # the newest numbers, and their names first
+    state.meeting.means = dict(islice(both.items(), MAX_LOGGED))
     answered = state.meeting.answered.items()  # who does not take part may not have heard of its last one yet
     state.meeting.answered = {worker: last for worker, last in answered if worker in state.roster.members}
     for member, call in callers.items():

@@ -150,7 +150,10 @@ def _line(roster: Roster, member: Member, now: float) -> dict[str, Any]:
 
 def entry(election: RoundOrdered) -> dict[str, Any]:
     """Return a round of the history."""
-    return {**asdict(election), "losses": {w: finite(loss) for w, loss in election.losses.items()}}
+    finites = {
+        name: {key: finite(number) for key, number in getattr(election, name).items()} for name in ("losses", "means")
+    }
+    return {**asdict(election), **finites}
 
 
 def _loss(elections: Reversible[RoundOrdered]) -> float | None:
@@ -217,8 +220,9 @@ class Record:
     def _line(self, election: RoundOrdered) -> str:
         """Return a round as JSON, with numbers rounded."""
         round_ = entry(election)
-        losses = {w: None if loss is None else float(f"{loss:.6g}") for w, loss in round_["losses"].items()}
-        return json.dumps({"run": self._run, **round_, "seconds": round(election.seconds, 3), "losses": losses})
+        for name in ("losses", "means"):
+            round_[name] = {w: None if loss is None else float(f"{loss:.6g}") for w, loss in round_[name].items()}
+        return json.dumps({"run": self._run, **round_, "seconds": round(election.seconds, 3)})
 
     def _write(self, document: dict[str, Any]) -> None:
         write_whole(self._result, json.dumps({**document, "started": self._started}, indent=2) + "\n")

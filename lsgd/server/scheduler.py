@@ -174,7 +174,9 @@ def _order(
         state.course.pace.ordered(state.now, state.ledger.count, first=state.book.fresh)
     state.book.order(order, members, state.now)
     leader.times_leader += state.leads
-    entry = election(order, leader if state.leads else None, members, state.now - state.progress.started_at)
+    means = state.meeting.take_means() if scope == "global" else {}
+    seconds = state.now - state.progress.started_at
+    entry = election(order, leader if state.leads else None, members, seconds, means)
     state.book.elections.append(entry)
     state.happened(entry)
     lockstep = state.course.schedule.lockstep

@@ -12,12 +12,15 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from lsgd.means import mean_of_finite
 from lsgd.watch.compare import Run
-from lsgd.watch.view import place
+from lsgd.watch.view import HELD_OUT, place
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999999")
 """Safe for color blindness (Okabe and Ito). If there are more workers than colors, all are gray, with their mean."""
 
 GRAY, BLACK = "#b5b5b5", "#222222"
+
+DASHES = ("--", ":", "-.")
+"""Of losses on held-out data."""
 
 LOG_FROM = 10.0
 """The axis is logarithmic if the largest loss is at least this many times the smallest."""
@@ -29,6 +32,7 @@ Rounds = Sequence[dict[str, Any]]
 def draw(result: dict[str, Any], rounds: Rounds, path: Path) -> None:
     """Draw each worker's loss over the run's iterations, and below it the leader over time, to a PNG file.
 
+    A line has a gap where its worker took part in no round, or had no finite loss. Losses on held-out data are dashed.
     Leaders are shown if others have taken over something of theirs. ``result`` is the content of ``result.json``; there
     is at least one round.
     """
@@ -85,10 +89,11 @@ def _draw_losses(axes: Axes, rounds: Rounds, colors: dict[str, str], *, many: bo
     """Draw a line for each worker; return the legend's handles."""
     seen: list[float] = []
     for worker, color in colors.items():
-        points = [(e["count"], loss) for e in rounds if (loss := e["losses"].get(worker)) is not None]
-        seen += [loss for _, loss in points]
-        counts, losses = [count for count, _ in points], [loss for _, loss in points]
-        width, marker = (0.8, "") if many else (1.5, "o" if len(points) < 40 else "")
+        points = [(e["count"], e["losses"].get(worker)) for e in rounds if e["node"] in (-1, place(worker)[0])]
+        seen += [loss for _, loss in points if loss is not None]
+        losses = np.array([loss for _, loss in points], dtype=float)  # None, as NaN, leaves a gap
+        width, marker = (0.8, "") if many else (1.5, "o" if len(rounds) < 40 else "")
+        counts = [count for count, _ in points]
         axes.plot(counts, losses, color=color, linewidth=width, marker=marker, markersize=3.5, clip_on=False)
     handles = [Line2D([], [], color=color, label=worker, linewidth=2) for worker, color in colors.items()]
     if many:
@@ -97,7 +102,14 @@ def _draw_losses(axes: Axes, rounds: Rounds, colors: dict[str, str], *, many: bo
         axes.plot([e["count"] for e in shared], means, color=BLACK, linewidth=1.8)
         labels = {GRAY: f"each of {len(colors)} workers", BLACK: "their mean"}
         handles = [Line2D([], [], color=color, label=label, linewidth=2) for color, label in labels.items()]
-    _finish(axes, "training loss", seen)
+    told = [(name, mean) for e in rounds for name, mean in e.get("means", {}).items() if HELD_OUT.search(name)]
+    held_out = list(dict.fromkeys(name for name, mean in told if mean is not None))
+    for number, name in enumerate(held_out):
+        values = [(e["count"], mean) for e in rounds if (mean := e.get("means", {}).get(name)) is not None]
+        seen += [mean for _, mean in values]
+        label, style = f"{name}, averaged by the script", DASHES[number % len(DASHES)]
+        handles += axes.plot(*zip(*values, strict=True), color=BLACK, linestyle=style, label=label)
+    _finish(axes, "loss" if held_out else "training loss", seen)
     if not seen:
         axes.text(0.5, 0.5, "no worker has reported a finite loss", transform=axes.transAxes, ha="center")
     return handles

@@ -80,6 +80,9 @@ class Curves:
             del self._open[next(iter(self._open))]
         losses = {name: loss for name, loss in order.losses.items() if loss is not None and math.isfinite(loss)}
         values = {"rounds": float(order.round), **{f"loss/{name}": loss for name, loss in losses.items()}}
+        values |= {
+            f"mean/{name}": mean for name, mean in order.means.items() if mean is not None and math.isfinite(mean)
+        }
         consensus = mean_of_finite(losses.values())
         return values if consensus is None else values | {"loss/consensus": consensus}
 

@@ -54,7 +54,7 @@ MAX_REASONS = 64
 BOUNDS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 """Upper bounds of the buckets for a round's duration, in seconds; an unbounded bucket follows."""
 
-_GOES_BACK = ("gone_back", "begun_anew")  # codes: the run repeats iterations
+GOES_BACK = ("gone_back", "begun_anew")  # codes: the run repeats iterations
 _LEAVES_ROUNDS = ("straggler", "cut", "away", "left")
 
 
@@ -109,7 +109,7 @@ class Counters:
             case WorkerChanged(_, state, code) if state in _LEAVES_ROUNDS and not self._ends:
                 known = {reason for _, reason in self.departures}
                 self.departures[state, _bounded(code, known)] += 1
-            case Note(code) if code in _GOES_BACK:
+            case Note(code) if code in GOES_BACK:
                 self._goes_back = True
 
     def fail(self, code: str) -> None:

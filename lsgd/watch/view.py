@@ -22,11 +22,11 @@ from lsgd.protocol.events import (
     WorkerJoined,
     WorkerProgress,
 )
-from lsgd.watch.history import Counters, Series
+from lsgd.watch.history import GOES_BACK, Counters, Series
 from lsgd.watch.reader import Batch
 
-MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS = 512, 2048, 1000, 100
-"""How many points of a worker's curve, rounds, log lines, and gaps of a worker to keep."""
+MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS, MAX_TURNS = 512, 2048, 1000, 100, 3
+"""How many points of a worker's curve, rounds, log lines, gaps of a worker, and turns of the run to keep."""
 
 RATE_OVER_S = 30.0
 
@@ -35,6 +35,9 @@ NAMES = tuple(each.name for each in fields(Summary))
 
 TAKES_PART = ("live", "held")
 """States of workers that rounds wait for."""
+
+HELD_OUT = re.compile(r"loss|^(val|valid|validation|test|eval|dev|held_?out)$")
+"""Names of numbers that scripts average (``worker.mean``), by which they are taken for losses on held-out data."""
 
 
 class Line(NamedTuple):
@@ -130,10 +133,11 @@ class RoundView:
     """A round.
 
     Args:
-        scope: ``local`` or ``global``.
+        scope: ``local`` or ``global``. node: of a local round; -1: the round is global.
         count: number of the run's iterations when it was ordered.
         seconds: time from the run's first round to its order.
         losses: losses when it was ordered, by worker.
+        means: what scripts have averaged since the round before, by name.
         state: ``open``, ``completed`` or ``failed``; stays ``open`` if its end is unknown.
         took_s: time from its order to its completion; None: unknown.
         sent_nbytes: bytes that its members sent; None: unknown.
@@ -151,6 +155,12 @@ class RoundView:
     took_s: float | None = None
     sent_nbytes: int | None = None
     time: float | None = None
+    node: int = -1
+    means: Mapping[str, float | None] = field(default_factory=dict)
+
+    def could_have(self, worker: str) -> bool:
+        """Whether a worker could have been in it."""
+        return self.node in (-1, place(worker)[0])
 
 
 class RunView:
@@ -167,6 +177,7 @@ class RunView:
         ways: pairs of nodes that do not simply dial each other, as in the report.
         logged: numbers that scripts log, by name: the mean over the live workers that have one.
         settings: settings that operators have changed since this view began, by name.
+        turns: when, and why, the run's length changed or it went back, the last ones.
         lost: total number of lost events.
         time: time of the last event, in seconds since the epoch by the server's clock; 0: no event yet.
     """
@@ -179,6 +190,9 @@ class RunView:
         self.rounds: Series[RoundView] = Series(MAX_ROUNDS)
         self.log: deque[Line] = deque(maxlen=MAX_LINES)
         self.settings: dict[str, str] = {}
+        self.turns: deque[Line] = deque(maxlen=MAX_TURNS)
+        self._causes: list[str] = []  # of a turn, since the last progress
+        self._length = (0, 0)  # iterations made then, and in all
         self.logged: dict[str, float] = {}
         self.counters = Counters()
         self.connected = False
@@ -268,6 +282,7 @@ class RunView:
         match what:
             case Note(code, words):
                 self.log.append(Line(time, code, words))
+                self._causes += [words] * (code in GOES_BACK)
             case RoundOrdered():
                 self._order(what, time if is_new else None)
             case RoundCompleted(number, took_s, sent_nbytes) if known := self._open(number):
@@ -279,10 +294,13 @@ class RunView:
                 self.counters.fail(code)
             case WorkerJoined(name, node):
                 self._worker(name, node).mind(time, "live", "", "")
+                self._causes.append(f"{name} joined")
             case WorkerChanged(name, state, code, reason):
                 self._worker(name).mind(time, state, code, reason)
+                self._causes += [f"{name} left: {reason}"] * (state == "left")
             case SettingsChanged(changes):
                 self.settings.update(changes)
+                self._causes += [f"{name} was set to {changes[name]}" for name in changes if name == "iterations"]
             case RunProgress():
                 for each in what.workers:
                     worker = self._worker(each.worker)
@@ -290,6 +308,7 @@ class RunView:
                     if each.state in TAKES_PART:
                         worker.mind(time, each.state, "", "")
                 run = what.run
+                self._turn(time, run)
                 if run.seconds:
                     self._date(time - run.seconds)
                 if self._progress and run.count < self._progress[-1][1]:  # it went back to a checkpoint
@@ -299,6 +318,18 @@ class RunView:
                     self._progress.popleft()
                 if len(self._progress) > 1 and not self._progress[0][0] < time:  # the server's clock was set back
                     self._progress = deque([self._progress[-1]])
+
+    def _turn(self, time: float, run: Summary) -> None:
+        """Note if the run has become longer or shorter, or has gone back, for a reason that is known."""
+        before, self._length = self._length, (run.count, run.iterations)
+        causes, self._causes = ", ".join(self._causes), []
+        if not causes or run.state != "running":
+            return
+        if run.count < before[0]:
+            self.turns.append(Line(time, "back", f"back from {before[0]} to {run.count} iterations: {causes}"))
+        elif 0 < run.iterations != before[1] > 0:
+            words = f"{run.iterations} iterations in all instead of {before[1]}: {causes}"
+            self.turns.append(Line(time, "length", words))
 
     def _open(self, number: int) -> RoundView | None:
         """Return a round that is open still; a restarted server may report its end twice."""
@@ -314,8 +345,7 @@ class RunView:
     def _order(self, order: RoundOrdered, time: float | None = None) -> None:
         if order.round <= next(reversed(self._recent), 0):
             return
-        losses = {sys.intern(name): loss for name, loss in order.losses.items()}  # the same names each time
-        view = RoundView(order.round, order.scope, order.worker, order.count, order.seconds, losses, time=time)
+        view = round_of(order, time)
         self.rounds.add(view)
         if time is None:
             self._untimed.append(view)
@@ -353,6 +383,13 @@ class RunView:
             self.workers[name] = WorkerView(name, place(name)[0] if node is None else node)
             self.workers = dict(sorted(self.workers.items(), key=lambda item: place(item[0])))
         return self.workers[name]
+
+
+def round_of(order: RoundOrdered, time: float | None = None) -> RoundView:
+    """Return a round as it was ordered."""
+    losses = {sys.intern(name): loss for name, loss in order.losses.items()}  # the same names each time
+    facts = order.round, order.scope, order.worker, order.count, order.seconds, losses
+    return RoundView(*facts, time=time, node=order.node, means=order.means)
 
 
 def place(name: str) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from lsgd.plan.run import RunSettings
 from lsgd.protocol import wants
 from lsgd.protocol.messages import Evicted, Met, NodeLeave, Request, Stop, StopRun, Waiting
 from lsgd.server.journal import capture, restore
+from lsgd.server.report import entry
 from lsgd.server.roster import MemberState
 from lsgd.settings import AlgorithmSettings
 
@@ -55,6 +56,22 @@ def test_the_mean_comes_when_all_have_come() -> None:
     meet(bench, "10", val=6.0)
     meet(bench, "01", val=2.0)
     assert bench.got == {place: [Met(1, {"val": 3.0}, 3)] for place in ("00", "01", "10")}
+
+
+def test_means_are_told_with_the_next_global_round() -> None:
+    bench = started("00", "01", period=4)
+    for number, vals in enumerate([(1.0, 3.0), (5.0, math.inf)], 1):
+        for place, val in zip(("00", "01"), vals, strict=True):
+            meet(bench, place, number, **{"val": val, f"n{number}": 0.0})
+    while bench.member("00").round is None:
+        bench.ask_all("00", "01")
+    bench.complete_all("00", "01")
+    bench.ask_all("00", "01")
+    while bench.member("00").round is None:
+        bench.ask_all("00", "01")
+    *_, with_means, without = bench.state.book.elections
+    assert with_means.means == {"val": math.inf, "n2": 0.0, "n1": 0.0} and without.means == {}
+    assert entry(with_means)["means"] == {"val": None, "n2": 0.0, "n1": 0.0}
 
 
 @pytest.mark.parametrize("algorithm", [LocalSettings(period=4), AllReduceSettings()], ids=["local", "allreduce"])

@@ -51,6 +51,7 @@ def test_every_round_is_there_and_the_state_now_and_then(tmp_path: Path) -> None
         "count": bench.ledger.count,
         "seconds": bench.now - 100.0 - RESULT_EVERY_S / 2,
         "losses": {"node0/worker0": 0.123457, "node0/worker1": None},
+        "means": {},
     }
     going = result_in(tmp_path / "run")
     assert (going["state"], going["loss"]) == ("running", 0.12345678)

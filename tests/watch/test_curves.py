@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import signal
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from click.testing import CliRunner
@@ -30,7 +30,7 @@ def test_each_round_and_each_second_is_a_point_once() -> None:
     points = list(
         curves.take(
             batch(
-                order(1, {WHO: 0.25, OTHER: 0.75, "node0/worker2": None}),
+                replace(order(1, {WHO: 0.25, OTHER: 0.75, "node0/worker2": None}), means={"val": 0.5, "top": None}),
                 RoundOrdered(2, "local", 0, WHO, 9, 2.0, {WHO: 0.5}),
                 RoundCompleted(1, 0.5, 100),
                 progress_of(12, at(WHO, 6, 1.0, 64), at(OTHER, 4, 2.0, 36), logged={"accuracy": 0.75}),
@@ -42,7 +42,7 @@ def test_each_round_and_each_second_is_a_point_once() -> None:
     totals |= {"seconds/compute": 3.0, "seconds/wait": 6.0, "seconds/exchange": 9.0}
     now = {"progress": 0.012, "workers": 2.0, "user/accuracy": 0.75, "period": 8.0}
     assert points == [
-        Point(1001.0, 8, {"rounds": 1.0, **losses}),
+        Point(1001.0, 8, {"rounds": 1.0, "mean/val": 0.5, **losses}),
         Point(1003.0, 8, {"round/seconds": 0.5, "round/sent_bytes": 100.0}),
         Point(1004.0, 12, totals | now),
     ]

@@ -8,13 +8,24 @@ import subprocess
 import sys
 from dataclasses import replace
 from http.client import HTTPConnection
+from itertools import count
 
 import pytest
 from click.testing import CliRunner
 
 from lsgd.cli.commands import main
 from lsgd.errors import ConfigError, JoinError
-from lsgd.protocol.events import Event, RoundOrdered, RunProgress, Summary, WorkerChanged, WorkerProgress
+from lsgd.protocol.events import (
+    Event,
+    Note,
+    RoundOrdered,
+    RunProgress,
+    SettingsChanged,
+    Summary,
+    WorkerChanged,
+    WorkerJoined,
+    WorkerProgress,
+)
 from lsgd.watch.dashboard import follow, server
 from lsgd.watch.dashboard.data import (
     MAX_LOSSES,
@@ -128,6 +139,48 @@ def test_curves_never_run_backwards():
         counts.append([count for count, _ in loss["consensus"]])
     older = range(-2000, -1449, 50)
     assert counts == [[*older, *range(0, 551, 50)], [*older, *range(0, 251, 50), 260]]
+
+
+def test_a_loss_has_gaps_where_its_worker_was_away_and_held_out_ones_are_apart():
+    first, away, other = "node0/worker0", "node0/worker1", "node1/worker0"
+    rounds = [
+        RoundOrdered(1, "global", -1, "", 10, 1.0, {first: 3.0, away: 3.0, other: 3.0}, {"val": 4.0, "accuracy": 0.5}),
+        RoundOrdered(2, "local", 1, "", 20, 2.0, {other: 2.5}),
+        RoundOrdered(3, "global", -1, "", 30, 3.0, {first: 2.0, other: 2.0}, {"val": None}),
+        RoundOrdered(4, "global", -1, "", 40, 4.0, {first: 1.0, away: 1.0, other: 1.0}, {"val": 2.0}),
+    ]
+    gone = WorkerProgress(away, 1, "left", 9, 1.0, 0.1, 0.0, 0.0, 0.0, 0, 0)
+    now = progress_at(5, 50, [replace(gone, worker=first, state="live"), gone])
+    story = Story()
+    events = [Event(n, BEGIN + n, what) for n, what in enumerate([*rounds, now], 1)]
+    story.take(Batch(tuple(events), 0, True))
+    loss = snapshot(story)["loss"]
+    assert loss["counts"] == [10, 20, 30, 40, 50]
+    assert loss["workers"][first] == [3.0, False, 2.0, 1.0, 1.0]
+    assert loss["workers"][away] == [3.0, False, None, 1.0, None]
+    assert loss["held_out"] == {"val": [(10, 4.0), (40, 2.0)]}
+
+
+def test_the_page_says_why_a_run_is_longer_or_shorter_or_went_back():
+    told, seqs = Story(), count(1)
+
+    def tell(made, iterations, *causes):
+        now = replace(progress_at(1, made, []).run, iterations=iterations)
+        events = (Event(seq := next(seqs), BEGIN + seq, what) for what in (*causes, RunProgress(now, ())))
+        told.take(Batch(tuple(events), 0, True))
+
+    tell(0, 0)
+    tell(10, 3000, WorkerJoined("node0/worker0", 0, "", ""))  # it has a length only now
+    tell(20, 2990)  # as workers report
+    tell(30, 2225, SettingsChanged({"iterations": "2225"}))
+    tell(40, 2225, SettingsChanged({"keep": "0.5"}))
+    tell(50, 1200, WorkerChanged("node0/worker1", "left", "failed", "its process has ended"))
+    tell(25, 1200, Note("gone_back", "it goes back to checkpoints"))
+    assert [words for _, words in snapshot(told)["turns"]] == [
+        "2225 iterations in all instead of 2990: iterations was set to 2225",
+        "1200 iterations in all instead of 2225: node0/worker1 left: its process has ended",
+        "back from 50 to 25 iterations: it goes back to checkpoints",
+    ]
 
 
 def test_rounds_stay_where_they_were_when_the_server_comes_back():

@@ -64,6 +64,18 @@ def test_the_picture_without_leaders(tmp_path: Path, leader, workers, colors) ->
         assert 0 < pixels(path, color).max() < 0.3
 
 
+def test_a_worker_that_was_away_has_a_gap_and_held_out_losses_a_line(tmp_path: Path) -> None:
+    rounds = [round_of(number, "", 100 * number) | {"means": {"val": 0.3, "accuracy": 0.9}} for number in range(50)]
+    for line in rounds[15:35]:
+        del line["losses"]["node0/worker1"]
+    curve.draw(RESULT | {"count": 4900}, rounds, path := tmp_path / "curve.png")
+    picture = imread(path)[:480, :, :3]
+    columns = [(abs(picture - to_rgb(color)) < 0.01).all(axis=2).any(axis=0) for color in curve.COLORS[:2]]
+    here, away = ([each[start : start + 60].any() for start in range(100, 1060, 120)] for each in columns)
+    assert all(here) and away == [True, True, True, False, False, False, True, True]
+    assert pixels(path, curve.BLACK).max() > 0.4
+
+
 def test_losses_that_nobody_reported_are_said_in_the_picture(tmp_path: Path) -> None:
     nobody = [line | {"losses": {"node0/worker0": None}} for line in ROUNDS]
     curve.draw(RESULT, nobody, tmp_path / "curve.png")

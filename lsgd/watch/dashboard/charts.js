@@ -10,6 +10,7 @@ const charts = (() => {
   const ACTS = ["compute", "waiting", "exchange", "straggler", "cut", "away", "left"];
   const SIGNS = { straggler: "triangle-up", cut: "square-x-open", away: "circle-open", left: "x" };
   const LEVELS = 20;
+  const room = (narrow, margin) => ({ ...margin, t: narrow ? 8 : 32 });  // for Plotly's buttons above a chart, which phones lack
 
   const theme = (dark) => ({
     lines: dark ? DARK : LIGHT,
@@ -26,6 +27,12 @@ const charts = (() => {
   // Plotly reads tags in texts; names and reasons come from other machines.
   const plain = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
   const local = (seconds) => new Date(seconds * 1000 - new Date(seconds * 1000).getTimezoneOffset() * 60000);
+  // The browser's own format may have 12 hours, and axes have 24.
+  const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en", { hourCycle: "h23" });
+  const dates = (narrow) => ({ type: "date", nticks: narrow ? 4 : 0, tickformatstops: [  // the day is said where a span has several
+    { dtickrange: [null, 1000], value: "%H:%M:%S.%L" }, { dtickrange: [1000, 60000], value: "%H:%M:%S" },
+    { dtickrange: [60000, 86400000], value: "%H:%M" }, { dtickrange: [86400000, null], value: "%b %-d" },
+  ] });
   const short = (name) => plain(name.replace(/^node(\d+)\/worker(\d+)$/, "$1/$2"));
 
   function layout(t, more) {
@@ -33,7 +40,7 @@ const charts = (() => {
     const { xaxis, yaxis, ...others } = more;
     return {
       paper_bgcolor: t.back, plot_bgcolor: t.back, font: { color: t.text, size: 12 }, uirevision: "kept",
-      margin: { l: 56, r: 12, t: 8, b: 42 }, hoverlabel: { bgcolor: t.back, font: { color: t.text } },
+      hoverlabel: { bgcolor: t.back, font: { color: t.text } },
       xaxis: { ...axis, ...xaxis }, yaxis: { ...axis, ...yaxis }, ...others,
     };
   }
@@ -42,7 +49,7 @@ const charts = (() => {
   function crowd(data, t) {
     const x = [], y = [], text = [];
     for (const [name, losses] of Object.entries(data.workers)) {
-      losses.forEach((loss, k) => { if (loss !== null) { x.push(data.counts[k]); y.push(loss); text.push(name); } });
+      losses.forEach((loss, k) => { if (loss !== false) { x.push(data.counts[k]); y.push(loss); text.push(name); } });
       x.push(null); y.push(null); text.push("");
     }
     return {
@@ -53,8 +60,9 @@ const charts = (() => {
 
   function loss(data, t, { logarithmic, chosen, narrow }) {
     const names = Object.keys(data.workers), few = names.length <= FEW;
+    const own = (name) => data.workers[name].map((_, k) => k).filter((k) => data.workers[name][k] !== false);
     const line = (name, i) => ({
-      x: data.counts, y: data.workers[name], name: short(name), type: "scatter", mode: "lines", connectgaps: true,
+      x: own(name).map((k) => data.counts[k]), y: own(name).map((k) => data.workers[name][k]), name: short(name), type: "scatter", mode: "lines",
       opacity: few && chosen && name !== chosen ? 0.3 : 1,
       line: {
         color: t.lines[i % t.lines.length], width: name === chosen ? 3 : 1.5,
@@ -68,17 +76,22 @@ const charts = (() => {
       x: data.consensus.map((p) => p[0]), y: data.consensus.map((p) => p[1]), name: "mean", type: "scatter",
       mode: "lines", line: { color: t.consensus, width: 2.5 }, hovertemplate: "mean: %{y:.5g} at %{x}<extra></extra>",
     });
+    for (const [i, [name, points]] of Object.entries(data.held_out).entries()) traces.push({
+      x: points.map((p) => p[0]), y: points.map((p) => p[1]), name: `${plain(name)} (held out)`, type: "scatter", mode: "lines+markers",
+      line: { color: t.consensus, width: 2, dash: DASHES[1 + i % 4] }, marker: { size: 5 },
+      hovertemplate: `${plain(name)}: %{y:.5g} at %{x}<extra></extra>`,
+    });
     traces.push({
       x: data.leaders.map((p) => p[0]), y: data.leaders.map((p) => p[1]), name: "new leader", type: "scatter",
       mode: "markers", text: data.leaders.map((p) => plain(p[2])),
       marker: { symbol: "diamond-open", size: narrow || data.leaders.length > 50 ? 5 : 8, color: t.consensus, line: { width: 1.5 } },
       hovertemplate: "%{text} leads from %{x}<extra></extra>",
     });
-    const legend = { orientation: "h", y: narrow ? -0.25 : -0.2 };  // the buttons are above
+    const legend = { orientation: "h", y: narrow ? -0.3 : -0.25 };  // the buttons are above
     return [traces, layout(t, {
       xaxis: { title: { text: "iterations of the run" }, rangemode: "tozero" },
       yaxis: { title: { text: "loss" }, type: logarithmic ? "log" : "linear" },
-      legend, showlegend: true, uirevision: logarithmic ? "log" : "linear",
+      legend, showlegend: true, margin: room(narrow, { l: 56, r: 12, b: narrow ? 100 : 76 }), uirevision: logarithmic ? "log" : "linear",
     })];
   }
 
@@ -139,9 +152,9 @@ const charts = (() => {
       line: { color: t.text, width: 2 },
     }] : [];
     return [traces, layout(t, {
-      xaxis: { type: "date", range: ends }, shapes, uirevision: span.name,
+      xaxis: { ...dates(narrow), range: ends }, shapes, uirevision: span.name,
       yaxis: { tickvals: ticks.map((n) => middle[n]), ticktext: ticks.map(short), range: [z.length - 0.5, -0.5], fixedrange: true, showgrid: false },
-      margin: { l: 68, r: 68, t: 8, b: 36 }, height: Math.min(680, Math.max(170, 60 + many * (many > 16 ? 9.5 : 34))),
+      margin: room(narrow, { l: 68, r: 68, b: 36 }), height: Math.min(680, Math.max(170, 84 + many * (many > 16 ? 9.5 : 34))),
     })];
   }
 
@@ -153,10 +166,10 @@ const charts = (() => {
     ].map((trace) => ({ ...trace, hovertemplate: `%{y:.3s}B ${trace.name.slice(6)}<extra></extra>` }));
     const axis = { rangemode: "tozero", tickformat: ".2~s", ticksuffix: "B", gridcolor: t.grid, zeroline: false };
     return [traces, layout(t, {
-      xaxis: { type: "date", range: [local(span.begin), local(span.begin + span.number * span.width_s)] },
+      xaxis: { ...dates(narrow), range: [local(span.begin), local(span.begin + span.number * span.width_s)] },
       yaxis: { ...axis, title: { text: narrow ? "" : "per second" } }, uirevision: span.name,
       yaxis2: { ...axis, title: { text: narrow ? "" : "per iteration" }, overlaying: "y", side: "right", showgrid: false },
-      legend: { orientation: "h", y: 1.15 }, margin: { l: 68, r: 68, t: 24, b: 42 },
+      legend: { orientation: "h", y: narrow ? -0.2 : -0.15 }, margin: room(narrow, { l: 68, r: 68, b: narrow ? 72 : 42 }),
     })];
   }
 
@@ -165,10 +178,9 @@ const charts = (() => {
     const names = Object.keys(span.rows), name = names[Math.floor(row / (rowsOf(names.length) + 1))];
     if (!name) return "";
     const seconds = span.begin + (k + 0.5) * span.width_s;
-    const clock = new Date((span.begin + k * span.width_s) * 1000).toLocaleTimeString();
     const gap = gaps.find((g) => g[0] === name && g[4] <= seconds && (g[5] === null || seconds < g[5]));
     const acts = span.rows[name].map((text, i) => `${ACTS[i]} ${Math.round(parseInt(text[k], 36) / LEVELS * 100)} %`);
-    return `${name} at ${clock}: ` + (gap ? `${gap[1]}, ${gap[3] || gap[2]}` : acts.join(", "));
+    return `${name} at ${clock(span.begin + k * span.width_s)}: ` + (gap ? `${gap[1]}, ${gap[3] || gap[2]}` : acts.join(", "));
   }
 
   function bytes(n) {
@@ -179,5 +191,5 @@ const charts = (() => {
     return `${i ? n.toPrecision(3) : Math.round(n)} ${steps[i]}`;
   }
 
-  return { ACTS, theme, loss, timeline, traffic, column, bytes };
+  return { ACTS, theme, loss, timeline, traffic, column, bytes, clock };
 })();

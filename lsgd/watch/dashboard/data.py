@@ -4,7 +4,7 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from lsgd.algorithms import ALGORITHMS
 from lsgd.means import mean_of_finite
 from lsgd.plan.run import LENGTH_SETTINGS
-from lsgd.protocol.events import RunProgress
+from lsgd.protocol.events import RoundOrdered, RunProgress
 from lsgd.settings import changeable
 from lsgd.watch.reader import Batch
 from lsgd.watch.results import without_repeated
-from lsgd.watch.view import RATE_OVER_S, TAKES_PART, RoundView, RunView, Totals, WorkerView
+from lsgd.watch.view import HELD_OUT, RATE_OVER_S, TAKES_PART, RoundView, RunView, Totals, WorkerView, round_of
 
 RECENT_S = 240.0
 """How many seconds of the workers' reports are kept in full."""
@@ -43,9 +43,8 @@ class Story:
         self.view = RunView()
         self.recent: dict[str, deque[Totals]] = {}
         self.problem = ""
-        self._older = [
-            RoundView(r["round"], r["scope"], r["worker"], r["count"], r["seconds"], r["losses"]) for r in older
-        ]
+        names = {each.name for each in fields(RoundOrdered)}
+        self._older = [round_of(RoundOrdered(**{name: r[name] for name in names & r.keys()})) for r in older]
 
     def take(self, batch: Batch) -> None:
         """Apply a reader's batch."""
@@ -169,12 +168,13 @@ def snapshot(story: Story) -> dict[str, Any]:
         "connected": view.connected,
         "problem": story.problem,
         "head": _head(view),
-        "loss": losses(story, [w.worker for w in shown], (view.now.count, {w.worker: w.loss for w in shown})),
+        "loss": losses(story, [w.worker for w in shown], _now(view)),
         "recent": _window(story, shown, recent=True),
         "whole": _window(story, shown, recent=False),
         "gaps": [[w.worker, g.state, g.code, g.reason, g.begin, g.end] for w in shown for g in w.gaps],
         "workers": workers[:MAX_WORKERS],
         "sums": _sums(workers),
+        "turns": [[line.time, line.words] for line in view.turns],
         "log": [list(line) for line in list(view.log)[-MAX_LINES:]],
         "settings": dict(view.settings),
         "names": setting_names(view.now.algorithm),
@@ -208,25 +208,43 @@ def setting_names(algorithm: str) -> list[str]:
     return sorted({*LENGTH_SETTINGS, *own})
 
 
-def losses(story: Story, workers: Sequence[str], now: tuple[int, Mapping[str, float | None]] | None) -> dict[str, Any]:
+def _now(view: RunView) -> RoundView:
+    """Return the run's current count and losses, of workers that take part, as if a round had been ordered."""
+    current = {worker.worker: worker.loss for worker in view.workers.values() if worker.state in TAKES_PART}
+    return RoundView(0, "global", "", view.now.count, view.now.seconds, current)
+
+
+def losses(story: Story, workers: Sequence[str], now: RoundView | None) -> dict[str, Any]:
     """Return the curves: of each worker, of the mean at global rounds, and where the leader changes, if leaders matter.
 
-    The last point is ``now``, if given: the run's current count and losses, unless the last round is newer.
+    A worker's loss is None where it took part in no round or had no finite loss, and False in a round of another node.
+    The last point is ``now``, if given, unless the last round is newer. Losses on held-out data come with their counts.
     """
     rounds = story.loss_rounds()
     most = min(MAX_POINTS, max(MIN_POINTS, MAX_LOSSES // max(1, len(workers))))
-    kept = [(r.count, r.losses) for r in _thinned(rounds, most)]
-    if now and (not kept or kept[-1][0] <= now[0]):
+    kept = _thinned(rounds, most)
+    if now and (not kept or kept[-1].count <= now.count):
         kept.append(now)
     leads = [r for r in rounds if r.scope == "global"]
     changes = [r for i, r in enumerate(leads) if r.leader and (i == 0 or leads[i - 1].leader != r.leader)]
     return {
-        "counts": [count for count, _ in kept],
-        "workers": {w: [_number(by_worker.get(w)) for _, by_worker in kept] for w in workers},
+        "counts": [r.count for r in kept],
+        "workers": {w: [r.could_have(w) and _number(r.losses.get(w)) for r in kept] for w in workers},
+        "held_out": _held_out(rounds),
         "consensus": [[r.count, _mean(r)] for r in _thinned(leads, MAX_POINTS)],
         "leaders": [[r.count, _mean(r), r.leader] for r in _thinned(changes, MAX_MARKS)],
         "leader_changes": max(0, len(changes) - 1),
     }
+
+
+def _held_out(rounds: Sequence[RoundView]) -> dict[str, list[tuple[int, float]]]:
+    """Return what scripts have averaged of losses on held-out data, by name, with the run's counts."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for each in rounds:
+        for name, mean in each.means.items():
+            if HELD_OUT.search(name) and (number := _number(mean)) is not None:
+                curves.setdefault(name, []).append((each.count, number))
+    return {name: _thinned(points, MAX_POINTS) for name, points in curves.items()}
 
 
 def _head(view: RunView) -> dict[str, Any]:

@@ -17,7 +17,6 @@ function make(tag, about, ...children) {
 const number = (x, digits = 4) => x === null || x === undefined ? "–"
   : Math.abs(x) >= 1e4 ? Math.round(x).toLocaleString("en") : String(Number(x.toPrecision(digits)));
 const percent = (x) => x === null || x === undefined ? "–" : `${Math.round(x * 100)} %`;
-const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString();
 
 function span(seconds) {
   if (seconds === null || seconds === undefined) return "unknown";
@@ -43,6 +42,7 @@ function write() {
   at("period").textContent = head.period ? `period ${head.period}${late}: ${head.period_reason}` : "";
   const { workers, out, done, sent_nbytes: sent, bytes_per_s: perSecond } = data.sums;
   const there = isOver() || !out ? workers : `${workers - out} of ${workers}`;
+  const nodes = new Set(data.workers.filter((w) => isOver() || !OUT.includes(w.state)).map((w) => w.node)).size;
   tiles({
     iterations: number(head.count) + (head.iterations ? ` of ${number(head.iterations)}` : ""),
     rate: head.rate === null ? "–" : `${number(head.rate, 3)}/s`,
@@ -50,11 +50,12 @@ function write() {
     ...(live ? { "time left": span(head.left_s) } : {}),
     loss: number(head.loss),
     rounds: `${number(head.rounds_global)} global, ${number(head.rounds_local)} local`,
-    workers: `${there} on ${head.nodes} node${head.nodes === 1 ? "" : "s"}`,
+    workers: `${there} on ${nodes} node${nodes === 1 ? "" : "s"}`,
     generation: head.generation,
     ...(sent === null ? {} : { sent: live ? `${charts.bytes(perSecond)}/s` : charts.bytes(sent),
       "sent per iteration": done ? charts.bytes(sent / done) : "–" }),
   });
+  at("turns").replaceChildren(...data.turns.map(([time, words]) => make("li", {}, make("time", {}, charts.clock(time)), words)));
   at("leaders").textContent = data.loss.leader_changes ? `leader changes: ${data.loss.leader_changes}` : "";
   table();
   log();
@@ -126,7 +127,7 @@ function log() {
   const lines = data.log, last = lines.at(-1), key = lines.length ? `${lines.length} ${last[0]} ${last[2]}` : "";
   if (at("log").dataset.key === key) return;
   at("log").dataset.key = key;
-  const rows = lines.map(([time, code, words]) => make("li", { title: code }, make("time", {}, clock(time)), words));
+  const rows = lines.map(([time, code, words]) => make("li", { title: code }, make("time", {}, charts.clock(time)), words));
   at("log").replaceChildren(...rows.reverse());
 }
 
