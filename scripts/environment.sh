@@ -87,10 +87,11 @@ install_packages() {
 }
 
 # Compiles what a run of the example imports, once for all its processes: else each worker would do it for itself, and at
-# each start where PYTHONDONTWRITEBYTECODE is set. What is not installed is left out.
+# each start where PYTHONDONTWRITEBYTECODE is set. What is not installed is left out. The first optimizer imports
+# torch._dynamo, which takes as long as torch.
 compile_imported() {
     local modules
-    for modules in "torch, lsgd.client.worker" "lsgd.cli.commands, lsgd.node.launch, lsgd.server.cli, lsgd.watch.curve" \
+    for modules in "torch._dynamo, lsgd.client.worker" "lsgd.cli.commands, lsgd.node.launch, lsgd.server.cli, lsgd.watch.curve" \
         "sklearn.datasets"; do
         env --unset PYTHONDONTWRITEBYTECODE "$python" -P -c "import $modules" 2>/dev/null &
     done
