@@ -1,6 +1,7 @@
 """The wheel and the sdist: what is in them, and that they work where the checkout is not."""
 
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from .integration.running import free_port
 
 ROOT = Path(__file__).parents[1]
 LINKS = {"server": "lsgd/server", "client": "lsgd/client", "kernels": "lsgd/kernels", "lsgd/examples": "../examples"}
@@ -52,14 +55,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install the wheel in an environment that has its dependencies and no lsgd, and return its Python.
+    """Install the wheel, and return its Python."""
+    (wheel,) = built.glob("*.whl")
+    return install(wheel, tmp_path_factory.mktemp("environment"))
+
+
+def install(archive: Path, home: Path) -> Path:
+    """Install an archive in a new environment that has its dependencies and no lsgd, and return that one's Python.
 
     Only the packages of the environment that runs this test are lent to it, not the checkout.
     """
-    home = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     python = home / "bin" / "python"
-    (wheel,) = built.glob("*.whl")
     purelib = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         check=True,
@@ -70,8 +77,9 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in Path(importlib.metadata.distribution("torch").locate_file("")).iterdir():
         if not path.name.startswith(ours):
             (Path(purelib) / path.name).symlink_to(path)
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel]
-    subprocess.run([str(part) for part in install], check=True, capture_output=True)
+    command = [sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index"]
+    command += ["--no-build-isolation", archive]
+    subprocess.run([str(part) for part in command], check=True, capture_output=True)
     return python
 
 
@@ -173,6 +181,59 @@ def test_the_installed_wheel_trains(installed, tmp_path):
         *("--run-dir", str(tmp_path / "run"), "--", str(installed), str(script)),
     )
     assert "the run is over: all 40 iterations are done; 40 iterations" in output
+
+
+@slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
+def test_each_archive_trains_the_example_and_then_on_two_nodes(built, tmp_path, kind):
+    """As a newcomer does it, and in the folder where quickstart leaves the script."""
+    (archive,) = built.glob(kind)
+    python = install(archive, tmp_path / "environment")
+    lsgd = python.parent / "lsgd"
+    assert f"lsgd {importlib.metadata.version('lsgd')}" in run(python, str(lsgd), "--version")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environ |= {"OMP_NUM_THREADS": "1", "LSGD_ITERATIONS": "60"}
+    quick = [lsgd, "quickstart", "--device", "cpu", "--run-dir", "first"]
+    subprocess.run(quick, cwd=tmp_path, env=environ, check=True, capture_output=True)
+    options = [
+        "--nodes",
+        "2",
+        "--address",
+        "127.0.0.1",
+        "--port",
+        str(free_port()),
+        "--workers",
+        "1",
+        "--device",
+        "cpu",
+    ]
+    nodes = [
+        subprocess.Popen(
+            [
+                lsgd,
+                "launch",
+                "--node",
+                str(node),
+                *options,
+                "--run-dir",
+                f"node{node}",
+                "--",
+                python,
+                "first/digits.py",
+            ],
+            cwd=tmp_path,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(2)
+    ]
+    told = [node.communicate()[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(told)
+    result = json.loads((tmp_path / "node0" / "result.json").read_text())
+    assert (result["count"], result["nodes"]) == (60, 2)
 
 
 @slow
