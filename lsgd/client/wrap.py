@@ -155,6 +155,7 @@ class _Hooks:
         """Drive the worker's steps. Its own hooks on the optimizers run after those before a step, and before these."""
         self.worker, self._steps = worker, worker._steps
         worker.accumulate_while(lambda: self._passes % self._accumulate > 0)
+        worker._checkpoints.restore_between()
         worker._checkpoints.note_positions()  # checkpoints of the next round count the batches drawn by now
         self._removable += [o.register_step_post_hook(self._after_step) for o in self._optimizers]
 

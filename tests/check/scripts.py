@@ -25,6 +25,7 @@ MORE: Mapping[str, Collection[int]] = {
     "batchnorm": {6},
     "best_of": {1},
     "closure": {6},
+    "draws_its_data": {6, 7},
     "folds": {1, 7},
     "ema_put_back": {6},
     "gan": ALL,

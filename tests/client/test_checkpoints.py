@@ -602,6 +602,40 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     assert draw() != expected
 
 
+@pytest.mark.parametrize("drawn", [0, 2])
+def test_what_a_script_draws_for_a_step_is_drawn_again(drawn: int, tmp_path: Path) -> None:
+    """A checkpoint comes between two steps, or when numbers were drawn for the next one; both are drawn again."""
+    model = nn.Linear(3, 2)
+    checkpoints = started(model, tmp_path)
+    checkpoints.note_positions()
+    expected = [torch.rand(()).item() for _ in range(drawn)]
+    checkpoints.save(checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3))
+    expected += [torch.rand(()).item() for _ in range(4)]
+    again = Checkpoints(model, [], {}, None, tmp_path, Island())
+    again.load(WORKER, *describe(model))
+    again.restore_between()
+    found = [torch.rand(()).item() for _ in range(2)]
+    again.restore_random()
+    assert [*found, *(torch.rand(()).item() for _ in range(2 + drawn))] == expected
+
+
+def test_what_is_drawn_beside_a_loader_stays_as_it_is(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    checkpoints = started(model, tmp_path)
+    checkpoints.note_positions()
+    loader = checkpoints.attend(loader_of(40, (0, 1)))
+    checkpoints.save(checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3))
+    expected = torch.rand(()).item()
+    again = Checkpoints(model, [], {}, None, tmp_path, Island())
+    again.load(WORKER, *describe(model))
+    before = torch.get_rng_state()
+    again.restore_between()
+    assert torch.equal(torch.get_rng_state(), before)
+    again.restore_random()
+    assert torch.rand(()).item() == expected
+    assert loader.state_dict()["consumed"] == 0
+
+
 def test_a_state_that_no_file_can_hold_is_a_warning(tmp_path: Path, caplog) -> None:
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -160,6 +160,7 @@ class Checkpoints:
         self._island = island
         self._about: dict[str, str] = {}
         self._random: dict[str, Any] = {}
+        self._between: dict[str, Any] | None = None  # the same, before anything was drawn for the step; {}: no other
         self._positions: list[dict[str, Any]] = []  # of loaders that do not exist yet
         self._misfit = False  # whether a loader was told that none of them is its own
         self._loaders: list[weakref.ref[Positioned]] = []
@@ -243,6 +244,7 @@ class Checkpoints:
         self._restore_algorithm(state["algorithm"], path)
         self.iterations, self.losses = state["iterations"], state["losses"]
         self._random, self._positions = state["random"], state["loaders"]
+        self._between = state.get("between")
 
     def _own_of(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint of replicas has of this process; if it has nothing, what starts over."""
@@ -251,7 +253,7 @@ class Checkpoints:
             return {}
         if len(others) == self._island.size - 1:
             return dict(others[rank - 1])
-        return {"loaders": [position | {"place": []} for position in state["loaders"]], "random": {}}
+        return {"loaders": [position | {"place": []} for position in state["loaders"]], "random": {}, "between": None}
 
     def _restore_algorithm(self, saved: dict[str, Any], path: Path) -> None:
         """Keep the algorithm's state for a run with the same one; another run needs neither it nor its package."""
@@ -265,6 +267,13 @@ class Checkpoints:
         if self._random:
             _set_random_state(self._random, next(self._model.parameters()).device)
             self._random = {}
+
+    def restore_between(self) -> None:
+        """Restore the random state between two steps, for a script that draws its data itself: it draws it again."""
+        if self._between:
+            _set_random_state(self._between, next(self._model.parameters()).device)
+        elif self._between is not None:
+            self.restore_random()
 
     def attend_extra(self, name: str, thing: Stateful, *, of_run: bool = False) -> None:
         """Save this object from now on, as those of the join; restore it, if there is a state of it.
@@ -342,13 +351,17 @@ class Checkpoints:
         return loader
 
     def note_positions(self) -> None:
-        """Save the loaders' present positions until the next call: what is drawn meanwhile is not trained on yet."""
+        """Save the loaders' present positions until the next call: what is drawn meanwhile is not trained on yet.
+
+        Without a loader, it is the random state: the script draws its data itself.
+        """
         if self.folder is not None:
             self._noted = copy.deepcopy(self._positions_now())  # a stream may go on with the state that it returned
+            self._between = None if self._loaders else _random_state(next(self._model.parameters()).device)
 
     def forget_positions(self) -> None:
         """Save the positions that loaders have when a checkpoint is taken, as before :meth:`note_positions`."""
-        self._noted = None
+        self._noted = self._between = None
 
     def _positions_now(self) -> list[Noted]:
         return [(each, loader.position()) for each in self._loaders if (loader := each()) is not None]
@@ -389,7 +402,7 @@ class Checkpoints:
         noted = self._positions_now() if self._noted is None else self._noted
         own = {
             "loaders": [position for loader, position in noted if loader() is not None],
-            "random": _random_state(next(self._model.parameters()).device),
+            **self._random_states(),
             "losses": list(losses),
             "extra": self._saved_extra | {name: _state_of(thing) for name, thing in self._extra.items()},
         }
@@ -420,6 +433,13 @@ class Checkpoints:
                 error,
             )
             return None
+
+    def _random_states(self) -> dict[str, Any]:
+        now = _random_state(next(self._model.parameters()).device)
+        if self._between is None or self._loaders:
+            return {"random": now}
+        same = all(_is_same(value, now[name]) for name, value in self._between.items())
+        return {"random": now, "between": {} if same else self._between}
 
     @property
     def writes(self) -> bool:
@@ -542,6 +562,10 @@ def _random_state(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
     return state
+
+
+def _is_same(one: object, other: object) -> bool:
+    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
 
 
 def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
