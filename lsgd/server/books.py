@@ -151,6 +151,32 @@ MAX_LOSSES = 64
 """How many workers' losses, in rank order, the history keeps for a round; it always keeps the leader's."""
 
 
+class CheckpointTimes:
+    """When the last round with a checkpoint was, and when the next one is due; after a restart, only the round counts.
+
+    It begins when the first round is ordered.
+    """
+
+    def __init__(self) -> None:
+        self._rounds = 0  # global ones before the last one that was completed with a checkpoint
+        self._at = -math.inf
+        self._wait_s = FIRST_CHECKPOINT_S
+
+    def begin(self, now: float) -> None:
+        """Note that the first round is ordered."""
+        self._at = now
+
+    def is_due(self, run: RunSettings, exchanges: int, now: float) -> bool:
+        """Whether a global round writes a checkpoint that is ordered now, after so many ``exchanges``."""
+        every, every_s = run.checkpoint_every, run.checkpoint_every_s
+        by_rounds = every > 0 and exchanges - self._rounds >= every
+        return by_rounds or (every_s > 0 and now - self._at >= min(every_s, self._wait_s))
+
+    def saved(self, exchanges: int, now: float) -> None:
+        """Note that all members have completed a round with a checkpoint."""
+        self._rounds, self._at, self._wait_s = exchanges, now, math.inf
+
+
 class RoundBook:
     """The rounds of a run.
 
@@ -170,6 +196,7 @@ class RoundBook:
         open: rounds that some members have not completed, by id.
         fresh: whether no round of the generation has been ordered yet.
         elections: the last rounds.
+        checkpoints: when they are due.
         unlisted: number of rounds without a line in the log.
     """
 
@@ -194,9 +221,7 @@ class RoundBook:
         self._shares: deque[float] = deque(maxlen=PARTICIPATION_ROUNDS)
         self.unlisted = 0
         self._line_at = -math.inf
-        self._has_saved = False
-        self._saved_at = 0  # global rounds before the last one that was completed with a checkpoint
-        self._saved_at_s = -math.inf  # when that was; unknown after a restart of the server
+        self.checkpoints = CheckpointTimes()
 
     @property
     def next_id(self) -> int:
@@ -222,17 +247,6 @@ class RoundBook:
     def took_part(self, members: int, workers: int) -> None:
         """Note that a global round of ``members`` is completed while so many ``workers`` are in the run."""
         self._shares.append(min(1.0, members / max(1, workers)))
-
-    def begin(self, now: float) -> None:
-        """Note that the first round is ordered; checkpoints by time count from here."""
-        self._saved_at_s = now
-
-    def checkpoint_due(self, run: RunSettings, now: float) -> bool:
-        """Whether members write a checkpoint in a global round that is ordered now."""
-        every, every_s = run.checkpoint_every, run.checkpoint_every_s
-        by_rounds = every > 0 and self.ordered["global"] - self._saved_at >= every
-        wait_s = every_s if self._has_saved else min(every_s, FIRST_CHECKPOINT_S)
-        return by_rounds or (every_s > 0 and now - self._saved_at_s >= wait_s)
 
     def line_due(self, round_id: int, now: float) -> bool:
         """Whether a round that is ordered now gets a line in the log."""
@@ -281,8 +295,7 @@ class RoundBook:
             if opened.round.scope == "global":
                 self.failures, self.averages = 0, False
             if opened.round.checkpoint:
-                self._has_saved = True
-                self._saved_at, self._saved_at_s = opened.round.exchanges, now
+                self.checkpoints.saved(opened.round.exchanges, now)
         return opened
 
     def fail(self, opened: OpenRound, *, counts: bool) -> None:

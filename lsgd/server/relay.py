@@ -10,6 +10,7 @@ import selectors
 import socket
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -79,6 +80,72 @@ class End:
     ended: bool = False
 
 
+class _Refusals:
+    """Counts who was refused, by reason, and reports it now and then."""
+
+    def __init__(self, now: float) -> None:
+        self._who: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._next_at = now
+
+    def add(self, why: str, address: str) -> None:
+        who = self._who[why]
+        who[address if address in who or len(who) < MAX_NAMED else "elsewhere"] += 1
+
+    def report(self, now: float) -> Iterator[str]:
+        """Yield a line for each reason, if there are any and the last report was long enough ago."""
+        if not self._who or now < self._next_at:
+            return
+        self._next_at = now + REFUSALS_EVERY_S
+        for why, who in self._who.items():
+            (first, _), others = who.most_common(1)[0], len(who) - 1
+            more = f" and {others} more addresses" if others else ""
+            yield f"refused {who.total()} connections from {first}{more}: {why}"
+        self._who.clear()
+
+
+class _WaitingRoom:
+    """The members that wait for the other one of their pair, the oldest first."""
+
+    def __init__(self) -> None:
+        self.ends: dict[End, None] = {}
+        self._by_ticket: dict[Ticket, list[End]] = {}
+
+    def enter(self, end: End) -> None:
+        assert end.ticket
+        self._by_ticket.setdefault(end.ticket, []).append(end)
+        self.ends[end] = None
+
+    def leave(self, end: End) -> None:
+        assert end.ticket
+        del self.ends[end]
+        here = self._by_ticket[end.ticket]
+        here.remove(end)
+        if not here:
+            del self._by_ticket[end.ticket]
+
+    def newest(self, ticket: Ticket) -> End | None:
+        """Return the member with a ticket that came last: an older one may have lost its connection silently."""
+        return self._by_ticket[ticket][-1] if ticket in self._by_ticket else None
+
+
+@dataclass(slots=True)
+class _Traffic:
+    """What has passed, for the statistics: how many pairs have met, and bytes; and what of that was said last."""
+
+    next_at: float
+    met: int = 0
+    nbytes: int = 0
+    told: tuple[int, int] = (0, 0)
+
+    def is_due(self, now: float) -> bool:
+        """Whether to say it now; who asks says it."""
+        if now < self.next_at:
+            return False
+        self.next_at = now + STATISTICS_EVERY_S
+        before, self.told = self.told, (self.met, self.nbytes)
+        return before != self.told
+
+
 class Relay:
     """Listens at an address, port 0 being any, until a signal comes. The secrets of runs derive from ``secret``.
 
@@ -99,17 +166,14 @@ class Relay:
         self._max_ends = raise_descriptor_limit() - SPARE_DESCRIPTORS
         self._max_strangers = min(MAX_STRANGERS, self._max_ends // 4)
         self._selector = selectors.DefaultSelector()
-        self._strangers: dict[End, None] = {}  # the oldest first, as in _waiting
-        self._waiting: dict[End, None] = {}
-        self._by_ticket: dict[Ticket, list[End]] = {}
+        self._strangers: dict[End, None] = {}  # the oldest first
+        self._waiting = _WaitingRoom()
         self._paired: set[End] = set()
         self._closed: set[End] = set()  # in this turn
         self._buffer = bytearray(READ_NBYTES)
-        self._met = self._passed_nbytes = 0
-        self._refused: defaultdict[str, Counter[str]] = defaultdict(Counter)  # by reason: who
-        self._refusals_at = self._now = time.monotonic()
-        self._told = (0, 0)
-        self._statistics_at = self._now + STATISTICS_EVERY_S
+        self._now = time.monotonic()
+        self._refusals = _Refusals(self._now)
+        self._traffic = _Traffic(self._now + STATISTICS_EVERY_S)
 
     def run(self, signals: Signals) -> int:
         """Pass bytes on until SIGTERM or SIGINT; return the exit code."""
@@ -129,7 +193,7 @@ class Relay:
                 looked_at = self._now
                 self._look()
         say(f"{signals.first}: the relay ends; {self._statistics()}")
-        for end in (*self._strangers, *self._waiting, *self._paired):
+        for end in (*self._strangers, *self._waiting.ends, *self._paired):
             end.connection.close()
         self._listener.close()
         return 0
@@ -161,12 +225,12 @@ class Relay:
                 continue
             if len(self._strangers) > self._max_strangers:
                 self._refuse(next(iter(self._strangers)), "too many others came that showed no ticket")
-            if len(self._strangers) + len(self._waiting) + len(self._paired) > self._max_ends:
+            if len(self._strangers) + len(self._waiting.ends) + len(self._paired) > self._max_ends:
                 self._make_room("there are too many connections; raise the limit of open files (ulimit -n)")
 
     def _make_room(self, why: str) -> None:
         """Close the oldest connection that has not met its other."""
-        if oldest := next(chain(self._strangers, self._waiting), None):
+        if oldest := next(chain(self._strangers, self._waiting.ends), None):
             self._refuse(oldest, why)
 
     def _hear(self, end: End) -> None:
@@ -192,23 +256,21 @@ class Relay:
             self._refuse(end, "its ticket is not of a run of this server")
             return
         del self._strangers[end]
-        if others := self._by_ticket.get(end.ticket.counterpart):
-            other = others[-1]  # the newest: an older one may have lost its connection silently
-            self._forget_waiting(other)
+        if other := self._waiting.newest(end.ticket.counterpart):
+            self._waiting.leave(other)
             self._join(end, other)
             return
-        self._by_ticket.setdefault(end.ticket, []).append(end)
-        self._waiting[end] = None
+        self._waiting.enter(end)
         end.deadline = self._now + MEET_WITHIN_S
-        if len(self._waiting) > MAX_WAITING:
-            self._refuse(next(iter(self._waiting)), "too many wait for another side that is missing")
+        if len(self._waiting.ends) > MAX_WAITING:
+            self._refuse(next(iter(self._waiting.ends)), "too many wait for another side that is missing")
 
     def _join(self, one: End, other: End) -> None:
         one.other, other.other = other, one
         for end in (one, other):
             end.deadline, end.greeting, end.said = None, b"", b""
             self._paired.add(end)
-        self._met += 1
+        self._traffic.met += 1
         for end in (one, other):
             if end.other:  # the first may have failed, and with it the second
                 self._give(end, memoryview(MET))
@@ -234,7 +296,7 @@ class Relay:
             self._close(end)
             return
         if count:
-            self._passed_nbytes += count
+            self._traffic.nbytes += count
             self._give(other, memoryview(self._buffer)[:count])
             return
         end.ended = True
@@ -286,27 +348,18 @@ class Relay:
             one.connection.close()
             self._strangers.pop(one, None)
             self._paired.discard(one)
-            if one in self._waiting:
-                self._forget_waiting(one)
+            if one in self._waiting.ends:
+                self._waiting.leave(one)
             self._closed.add(one)
             one.other, one.pending = None, memoryview(b"")
 
-    def _forget_waiting(self, end: End) -> None:
-        assert end.ticket
-        del self._waiting[end]
-        here = self._by_ticket[end.ticket]
-        here.remove(end)
-        if not here:
-            del self._by_ticket[end.ticket]
-
     def _refuse(self, end: End, why: str) -> None:
-        who = self._refused[why]
-        who[end.came_from if end.came_from in who or len(who) < MAX_NAMED else "elsewhere"] += 1
+        self._refusals.add(why, end.came_from)
         self._close(end)
 
     def _look(self) -> None:
         """Once a second: close what is overdue, and report now and then."""
-        ends = (*self._strangers, *self._waiting, *self._paired)
+        ends = (*self._strangers, *self._waiting.ends, *self._paired)
         for end in [end for end in ends if end.deadline is not None and end.deadline <= self._now]:
             if end.ticket is None:
                 self._refuse(end, f"it showed no ticket within {GREET_WITHIN_S:g} s")
@@ -314,21 +367,13 @@ class Relay:
                 self._refuse(end, f"the other side of its pair did not come within {MEET_WITHIN_S:g} s")
             else:
                 self._close(end)
-        if self._refused and self._now >= self._refusals_at:
-            self._refusals_at = self._now + REFUSALS_EVERY_S
-            for why, who in self._refused.items():
-                (first, _), others = who.most_common(1)[0], len(who) - 1
-                more = f" and {others} more addresses" if others else ""
-                complain(f"refused {who.total()} connections from {first}{more}: {why}")
-            self._refused.clear()
-        if self._now >= self._statistics_at:
-            self._statistics_at = self._now + STATISTICS_EVERY_S
-            if (self._met, self._passed_nbytes) != self._told:
-                self._told = self._met, self._passed_nbytes
-                say(self._statistics())
+        for line in self._refusals.report(self._now):
+            complain(line)
+        if self._traffic.is_due(self._now):
+            say(self._statistics())
 
     def _statistics(self) -> str:
         return (
-            f"{len(self._paired) // 2} pairs are connected, {self._met} have been; "
-            f"{self._passed_nbytes / 1e6:.1f} MB passed on; {len(self._waiting)} members wait for another"
+            f"{len(self._paired) // 2} pairs are connected, {self._traffic.met} have been; "
+            f"{self._traffic.nbytes / 1e6:.1f} MB passed on; {len(self._waiting.ends)} members wait for another"
         )

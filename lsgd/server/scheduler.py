@@ -167,7 +167,7 @@ def _order(
     """Order a round of ``members``, all of them held, and answer them."""
     if state.progress.started_at is None:
         state.progress.started_at = state.now
-        state.book.begin(state.now)
+        state.book.checkpoints.begin(state.now)
     _is_found(state)
     order, leader = _new_round(state, scope, members, queues, final=final)
     if scope == "global":
@@ -194,6 +194,10 @@ def _order(
         answers.order(state, member, order)
 
 
+def _writes_checkpoint(state: RunState) -> bool:
+    return state.book.checkpoints.is_due(state.plan.run, state.book.ordered["global"], state.now)
+
+
 def _new_round(
     state: RunState, scope: str, members: Sequence[Member], queues: Iterable[NodeQueue], *, final: bool
 ) -> tuple[Round, Member]:
@@ -216,7 +220,8 @@ def _new_round(
         final=final,
         algorithm=course.to_json() if scope == "global" else "",
         count=state.ledger.count,
-        checkpoint=final or (scope == "global" and book.checkpoint_due(state.plan.run, state.now)),
+        checkpoint=final
+        or (scope == "global" and book.checkpoints.is_due(state.plan.run, book.ordered["global"], state.now)),
         probe=book.fresh and _doubts(state, members),
         averaged=tuple(m.rank for m in members if m.synced) if averages else (),
     )
