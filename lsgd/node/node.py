@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from lsgd.errors import ConfigError, EvictedError, NotTrainedError, OutlierError, RunOverError, ServerLostError
 from lsgd.node.allegiance import Event, State
-from lsgd.node.local_server import SERVE_AGAIN_S, LocalServer
+from lsgd.node.following import SERVE_AGAIN_S
+from lsgd.node.local_server import LocalServer
 from lsgd.node.panel import Panel
 from lsgd.node.process import Child, Command, Role, Running, cannot_start
 from lsgd.node.restarts import RESTART_WINDOW_S, Restart, Restarts
@@ -227,7 +228,7 @@ class Node:
         except (ConfigError, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             self._say(f"this node cannot serve the run: {why}; it tries again in {SERVE_AGAIN_S:g} s")
-            self._local.upon(Event.FAILED)
+            self._local.following.upon(Event.FAILED)
             self._drop(self._children[before:])
             return
         self._commands = [*self._commands, *commands]
@@ -252,7 +253,7 @@ class Node:
     def _start(self, command: Command, number: int) -> None:
         process = self._start_process(command, number, command.name in self._restarts)
         self._children.append(Child(command, number, process, self._now))
-        self._local.processes.watch(command.name, process.pid)
+        self._local.workers.processes.watch(command.name, process.pid)
 
     def _start_again(self) -> None:
         for name in [name for name, due_s in self._due.items() if due_s <= self._now]:
@@ -287,7 +288,8 @@ class Node:
 
     def _died(self, child: Child) -> Restart | None:
         """Return the restart of a process that has died; None if it may not restart."""
-        last_s = self._local.heard_at if child.role is Role.SERVER else self._local.rounds_at.get(child.name)
+        heard_at, rounds_at = self._local.following.uplink.heard_at, self._local.workers.rounds_at
+        last_s = heard_at if child.role is Role.SERVER else rounds_at.get(child.name)
         worked = last_s is not None and last_s > child.started_at
         most, serves = child.command.restarts, child.role.serves
         return self._restarts.died(child.name, self._now, most, worked=worked, serves=serves)
@@ -297,11 +299,12 @@ class Node:
         if self._step is not None:
             return self._step.clean and child.role.serves
         evicted = child.status == EvictedError.exit_code  # on joining it learns that the run is over
-        return evicted or child.role is Role.SERVER or not self._is_over or self._local.wanted
+        return evicted or child.role is Role.SERVER or not self._is_over or self._local.of_run.wanted
 
     @property
     def _is_over(self) -> bool:
-        return self._local.over or any(child.role is Role.SERVER and child.status == 0 for child in self._children)
+        ended = any(child.role is Role.SERVER and child.status == 0 for child in self._children)
+        return ended or self._local.of_run.over
 
     # -- watching ----------------------------------------------------------------------------------------------
 
@@ -317,7 +320,7 @@ class Node:
                 self._judge(child)
             is_news = not child.is_ending or (child.fails_by_itself and self._is_wanted(child))
             if child.role is Role.SERVER and child.status == MOVED:
-                self._local.upon(Event.GONE)
+                self._local.following.upon(Event.GONE)
                 continue
             if child.status and is_news and not self._schedule_restart(child):
                 self._fail(child)
@@ -333,7 +336,7 @@ class Node:
         self._early.discard(child.name)
         if self._heard_the_end(child):
             return
-        if child.name not in self._local.joined:
+        if child.name not in self._local.workers.joined:
             child.status = NotTrainedError.exit_code
             return
         self._early.add(child.name)
@@ -344,7 +347,7 @@ class Node:
         )
 
     def _heard_the_end(self, child: Child) -> bool:
-        return self._is_over or child.name in self._local.ended
+        return self._is_over or child.name in self._local.workers.ended
 
     def _fail(self, child: Child) -> None:
         odd = child.status == OutlierError.exit_code and child.role is Role.WORKER and not self._heard_the_end(child)
@@ -358,11 +361,11 @@ class Node:
             return
         self._say(f"{child.name} {child.how_it_ended}")
         if child.role is Role.SERVER and self._local.allegiance.may(Event.FAILED):
-            self._local.upon(Event.FAILED)
+            self._local.following.upon(Event.FAILED)
             return
         self._failed = self._failed or child
         if child.role is Role.SERVER or child.status == ServerLostError.exit_code:
-            self._local.give_up()  # the others would wait for an answer that will not come
+            self._local.workers.give_up()  # the others would wait for an answer that will not come
         if self._step is None:
             self._end_cleanly()
 
@@ -471,7 +474,7 @@ class Node:
     def _give_up(self, workers: Sequence[Child]) -> None:
         names = ", ".join(child.name for child in workers)
         self._say(f"{names}: asked to save a checkpoint and leave within {SAVE_PATIENCE_S:g} s")
-        self._local.give_up()
+        self._local.workers.give_up()
         for child in workers:
             child.is_ending = True
 
@@ -494,9 +497,9 @@ class Node:
         if failed := self._failed:
             assert failed.status is not None
             status = failed.status if failed.status > 0 else 128 - failed.status
-            if failed.role is Role.SERVER and self._local.outcome:  # it has said why before it ended
-                show(f"\nlsgd launch: {self._local.outcome}\n", sys.stderr)
-                return status, "failed", self._local.outcome
+            if failed.role is Role.SERVER and self._local.of_run.outcome:  # it has said why before it ended
+                show(f"\nlsgd launch: {self._local.of_run.outcome}\n", sys.stderr)
+                return status, "failed", self._local.of_run.outcome
             show(failed.report(), sys.stderr)
             return status, "failed", f"{failed.name} {failed.how_it_ended}"
         if self._local.failure:
@@ -521,4 +524,4 @@ class Node:
         if self._alive():
             return 1, "failed", "some processes did not end"
         late = f"; {', '.join(sorted(self._late))} joined too late, and ended without training" if self._late else ""
-        return 0, "", f"{self._local.outcome}{late}"
+        return 0, "", f"{self._local.of_run.outcome}{late}"

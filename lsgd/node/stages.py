@@ -97,7 +97,7 @@ class Stages:
     def close(self) -> None:
         """End the connections."""
         if self._local is not None:
-            self._local.disconnect()
+            self._local.following.close()
         self._knock.close()
 
     def begin(self, places: Sequence[Place]) -> Stage:
@@ -113,14 +113,14 @@ class Stages:
         """
         former, folder, servers = self._former, self._settings.run_dir, dict[str, list[str]]()
         if former.allegiance.state.serves and self._serving:
-            show_result(results.finish(folder, 0, "", former.outcome, draws=False))
+            show_result(results.finish(folder, 0, "", former.of_run.outcome, draws=False))
             results.put_aside(folder, former.stage)
             place = ["--run", former.next_run, "--node", str(self._settings.place.node)]
-            more = ["--nodes", str(former.nodes), "--workers", "0", "--plan", str(self._serving.plan)]
+            more = ["--nodes", str(former.of_run.nodes), "--workers", "0", "--plan", str(self._serving.plan)]
             servers = self._serving.servers(*place, *more)
         self._knock.close()
-        former.disconnect()
-        return self._stage(servers, former.places, workers, former)
+        former.following.close()
+        return self._stage(servers, former.following.places, workers, former)
 
     @property
     def _former(self) -> LocalServer:
@@ -162,7 +162,7 @@ class Stages:
 
     def _served_at(self) -> tuple[str, ConnectorKeys | None]:
         """Return where the run is served now, and this node's keys for it."""
-        place, *_ = self._former.places
+        place, *_ = self._former.following.places
         return place.address, keys_for(self._keys, place.key)
 
     def _take_over(self) -> Sequence[Command]:
@@ -171,24 +171,24 @@ class Stages:
         Raises:
             ConfigError: the place is taken, or the journal or the keys cannot be written.
         """
-        settings, local, keys = self._settings, self._former, self._keys
-        node, folder = settings.place.node, settings.run_dir
+        settings, following, keys = self._settings, self._former.following, self._keys
+        copy, node, folder = following.copy, settings.place.node, settings.run_dir
         path = folder / f"node{node}-{JOURNAL}"
         host, port = place_of(self._offer)
         self._held.enter_context(hold(host, port))  # again, in case somebody listens there after all
         try:
-            state, rounds = local.copy.load()
+            state, rounds = copy.load()
             for old in folder.glob(f"{path.name}*"):
                 old.unlink()
             with closing(Journal(path)) as journal:
-                journal.save(taken_over(state, local.next_terms()), rounds)
+                journal.save(taken_over(state, following.next_terms()), rounds)
         except (OSError, sqlite3.Error, ProtocolError) as error:
             raise ConfigError(f"the journal {path} cannot be written: {error}") from None
         access = ["--insecure"] if settings.insecure else []
         if keys is not None:
-            ring = KeyRing.adopt(adopted_folder(folder, node), keys.secret, local.copy.allowed, local.copy.certificate)
+            ring = KeyRing.adopt(adopted_folder(folder, node), keys.secret, copy.allowed, copy.certificate)
             access = ["--keys", str(ring.folder)]
-        relay_port = port_of(self._held.enter_context(hold_or_any(host, port + 1))) if local.relay[0] else 0
+        relay_port = port_of(self._held.enter_context(hold_or_any(host, port + 1))) if following.relay[0] else 0
         used = folder / f"node{node}-plan.toml"
         others = {name: value for name, value in self._environ.items() if not name.startswith("LSGD_")}  # no plan's
         self._serving = Serving(self._offer, path, relay_port, access, (), used, others)

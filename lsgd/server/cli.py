@@ -198,7 +198,7 @@ def _serve_local(
             return local.run(signals)
         finally:
             knock.close()
-            local.disconnect()
+            local.following.close()
 
 
 def _serve_relay(address: str, keys_path: Path | None, *, insecure: bool) -> int:

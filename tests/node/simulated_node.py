@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from lsgd.errors import ConfigError
 from lsgd.node.allegiance import Allegiance, Event, State
-from lsgd.node.local_server import SERVE_AGAIN_S
+from lsgd.node.following import SERVE_AGAIN_S
 from lsgd.node.node import Node, Stage
 from lsgd.node.panel import Panel
 from lsgd.node.process import Command, Role
@@ -79,7 +79,7 @@ class World:
         disk_is_full: whether it cannot serve.
         finished: whether the local server has left the run.
         rounds_at: when each worker last completed a round.
-        next_is_due: whether the next stage is to begin; workers: how many it has.
+        next_is_due: whether the next stage is to begin; staff: how many workers it has.
         joined: names of the workers that have joined; ended: those that have heard of the run's end.
     """
 
@@ -134,9 +134,16 @@ class World:
         if self.disk_is_full:
             raise ConfigError("the results cannot be moved: the disk is full")
         self.stage, self.next_is_due, self.over, self.finished = self.stage + 1, False, False, False
-        self.workers = workers
+        self.staff = workers
         commands = [_command(name, 0) for name in self.scripts if name.rstrip("01") in ROLES]
         return Stage(self, commands, None, tuple)  # type: ignore[arg-type]
+
+    @property
+    def workers(self) -> "World":
+        """What its local server knows of the workers; likewise of whom it follows, how, and of the run's stage."""
+        return self
+
+    following = uplink = of_run = workers
 
     @property
     def out(self) -> str:

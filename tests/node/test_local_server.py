@@ -15,7 +15,8 @@ import pytest
 from lsgd.errors import ConfigError
 from lsgd.node.elsewhere import Elsewhere
 from lsgd.node.farewell import LAST_LEAVE_WITHIN_S, LEAVE_WITHIN_S
-from lsgd.node.local_server import SILENT_AFTER_S, LocalServer
+from lsgd.node.local_server import LocalServer
+from lsgd.node.uplink import SILENT_AFTER_S
 from lsgd.protocol.messages import (
     LOOP_ENDED,
     PROTOCOL,
@@ -153,7 +154,7 @@ def test_a_node_whose_processes_do_not_join_says_so_every_minute(between) -> Non
 def test_who_waits_for_the_global_server_says_what_will_happen_or_what_to_do(between, places, remedy) -> None:
     between.until(lambda: any(isinstance(m, NodeHello) for m in between.above), "a greeting comes")
     between.say(NodeWelcome("run", (Term(1, 0),), 5, places))
-    between.until(lambda: between.server.heard_at, "it is welcome")
+    between.until(lambda: between.server.following.uplink.heard_at, "it is welcome")
     between.now += SILENT_AFTER_S
     between.until(lambda: any("has been silent" in line for line in between.said), "it says so")
     assert remedy in between.said[-1]
@@ -173,7 +174,7 @@ def test_late_words_over_a_connection_that_was_replaced_make_nobody_a_worker_her
 
 def test_workers_are_given_up_at_once_and_whenever_they_ask(between) -> None:
     between.join()
-    between.server.give_up()
+    between.server.workers.give_up()
     between.until(lambda: GivenUp() in between.below, "it is told")
     between.below.clear()
     between.worker.send([encode(REQUEST)])
@@ -183,7 +184,7 @@ def test_workers_are_given_up_at_once_and_whenever_they_ask(between) -> None:
 def test_who_still_asks_long_after_the_end_of_the_run_is_given_up(between) -> None:
     between.join()
     between.say(RunOver("all is done"))
-    between.until(lambda: between.server.over, "the run is over")
+    between.until(lambda: between.server.of_run.over, "the run is over")
     between.worker.send([encode(REQUEST)])
     between.turn()
     assert GivenUp() not in between.below
@@ -195,29 +196,29 @@ def test_who_still_asks_long_after_the_end_of_the_run_is_given_up(between) -> No
 @pytest.mark.parametrize(("reason", "ended"), [(LOOP_ENDED, set()), ("it has completed its", {"node3/worker0"})])
 def test_it_knows_who_has_joined_and_who_has_left_in_order(between, reason, ended) -> None:
     between.join()
-    assert between.server.joined == {"node3/worker0"} and between.server.ended == set()
+    assert between.server.workers.joined == {"node3/worker0"} and between.server.workers.ended == set()
     between.worker.send([encode(Leave("node3/worker0", 7, 5, False, reason))])
     between.until(lambda: any(isinstance(m, Leave) for m in between.above), "a leave comes")
-    assert between.server.ended == ended
+    assert between.server.workers.ended == ended
 
 
 def test_it_knows_who_has_heard_of_the_end(between) -> None:
     between.join()
     between.say(Stop(1, None, "all is done"), b"7")
-    between.until(lambda: between.server.ended == {"node3/worker0"}, "the worker has heard it")
+    between.until(lambda: between.server.workers.ended == {"node3/worker0"}, "the worker has heard it")
 
 
 def test_who_joins_too_late_has_heard_of_the_end_too(between) -> None:
     between.server.end("the node leaves")
     between.worker.send([encode(greeting(3, 0, 7))])
     between.until(lambda: Over("the node leaves") in between.below, "it is told")
-    assert between.server.ended == {"node3/worker0"}
+    assert between.server.workers.ended == {"node3/worker0"}
 
 
 def test_a_global_server_that_is_gone_does_not_keep_a_node_that_leaves(between) -> None:
     between.until(lambda: any(isinstance(m, NodeHello) for m in between.above), "a greeting comes")
     between.say(NodeWelcome("run"))
-    between.until(lambda: between.server.heard_at, "it is welcome")
+    between.until(lambda: between.server.following.uplink.heard_at, "it is welcome")
     began = between.now
     between.server.end("the node leaves")
     between.until(lambda: between.server.finished, "it has ended")
@@ -239,10 +240,10 @@ class TestStages:
     @pytest.fixture
     def open(self, between) -> Between:
         between.server = LocalServer(
-            *(3, 5, between.workers, between.server._global),
+            *(3, 5, between.workers, between.server.following.uplink.link),
             say=between.said.append,
             complain=between.said.append,
-            elsewhere=between.server.elsewhere,
+            elsewhere=between.server.following.elsewhere,
             clock=lambda: between.now,
             stages=True,
         )
@@ -252,9 +253,9 @@ class TestStages:
     def test_one_waits_until_this_one_is_over_for_all(self, open) -> None:
         open.worker.send([self.STAGE2])
         open.until(lambda: [m for m in open.below if isinstance(m, Waiting)], "it is told to wait")
-        assert open.server.wanted and not open.server.next_is_due
+        assert open.server.of_run.wanted and not open.server.next_is_due
         open.say(RunOver("all is done", 2))
-        open.until(lambda: open.server.over, "the run is over")
+        open.until(lambda: open.server.of_run.over, "the run is over")
         assert not open.server.next_is_due  # node3/worker0 has yet to leave
         open.worker.send([encode(Leave("node3/worker0", 7, 5, False, "it has completed its last round"))])
         open.until(lambda: open.server.next_is_due, "it begins")
@@ -268,12 +269,12 @@ class TestStages:
     def test_there_is_none_after_a_stop_or_where_the_node_leaves(self, open, stopped) -> None:
         if stopped:
             open.say(RunOver("an operator's order", 0))
-            open.until(lambda: open.server.over, "the run is over")
+            open.until(lambda: open.server.of_run.over, "the run is over")
         else:
             open.server.end("this node leaves")
         open.worker.send([self.STAGE2])
         open.until(lambda: [m for m in open.below if isinstance(m, Over)], "it is told so")
-        assert not open.server.wanted
+        assert not open.server.of_run.wanted
 
     def test_its_local_server_lets_those_of_the_one_before_leave(self, open) -> None:
         former = open.server
@@ -287,7 +288,7 @@ class TestStages:
             stages=True,
             former=former,
         )
-        assert open.server.stage == 2 and open.server.ended == {"node3/worker0"}
+        assert open.server.stage == 2 and open.server.workers.ended == {"node3/worker0"}
         open.above.clear()
         open.worker.send([encode(Leave("node3/worker0", 7, 5, False, "late"))])
         open.until(lambda: Left() in open.below, "it may end")

@@ -9,7 +9,7 @@ import pytest
 from lsgd.errors import ConfigError, NotTrainedError, RunOverError
 from lsgd.node import node as module
 from lsgd.node.allegiance import RETIRES_S, Event, State
-from lsgd.node.local_server import SERVE_AGAIN_S
+from lsgd.node.following import SERVE_AGAIN_S
 from lsgd.node.node import OBSERVE_PATIENCE_S
 from lsgd.node.process import Command, Process
 from lsgd.node.restarts import MOST_RESTARTS, RESTART_WINDOW_S, Restarts
@@ -446,11 +446,11 @@ class TestStages:
         assert world.passes(5.0)
         self.over(world)
         assert world.passes(5.0) and world.stage == 1  # the logger still writes
-        assert world.passes(5.0) and world.stage == 2 and world.workers == 2
+        assert world.passes(5.0) and world.stage == 2 and world.staff == 2
         assert world.lives == {"worker0": 1, "worker1": 1, "server": 2, "logger": 2}
         assert world.passes(30.0)  # worker1 has ended
         self.over(world)
-        assert world.passes(5.0) and world.stage == 3 and world.workers == 1
+        assert world.passes(5.0) and world.stage == 3 and world.staff == 1
         assert world.lives == {"worker0": 1, "worker1": 1, "server": 3, "logger": 3}
         world.stopping = True
         assert world.finish() == 0

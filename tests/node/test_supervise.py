@@ -56,6 +56,7 @@ class Local:
     allegiance = Allegiance(State.SERVING if "server" in scripts else State.FOLLOWING)
     processes = Processes()
     sources = (processes,)
+    workers = following = uplink = of_run = property(lambda self: self)
 
     def turn(self):
         self.processes.ended()

@@ -165,7 +165,7 @@ class Host:
     @property
     def terms(self) -> tuple[Term, ...]:
         """Those of the server that it follows."""
-        return self.local.elsewhere.terms
+        return self.local.following.elsewhere.terms
 
     @property
     def serves(self) -> bool:
@@ -244,7 +244,7 @@ class Host:
             elsewhere=Elsewhere(self.index, dial, self.knock, self.place, [first]),
             clock=lambda: world.now,
         )
-        self.local.processes = cast(Any, self.listener)
+        self.local.workers.processes = cast(Any, self.listener)
         again = self.journals["journal"].state is not None
         servers = list(self._servers("journal", *["--continue"] * again)) if self.index == 0 else []
         workers = [self._command(f"{name}/worker{index}", Role.WORKER) for index in range(self.size)]
@@ -287,8 +287,8 @@ class Host:
             self.failed += 1
             raise ConfigError("its disk is full")
         self.world.takeovers += 1
-        state, rounds = self.local.copy.load()
-        self.journals["of others"].save(taken_over(state, self.local.next_terms()), rounds)
+        state, rounds = self.local.following.copy.load()
+        self.journals["of others"].save(taken_over(state, self.local.following.next_terms()), rounds)
         return list(self._servers("of others", "--continue"))
 
     def _tick(self) -> None:
@@ -299,7 +299,7 @@ class Host:
 
     def end(self) -> None:
         """End the launcher, and with it all that it has started."""
-        self.local.disconnect()
+        self.local.following.close()
         for task in self.tasks:
             task.send(SIGKILL)
         self.ended_at = self.world.now

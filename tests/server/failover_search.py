@@ -70,7 +70,7 @@ def may_die(world: World, host: Host) -> bool:
     A worker that every server has evicted has no longer the run's, though it does not know that yet.
     """
     others = [each for each in world.hosts if each is not host and each.alive and not each.frozen]
-    others = [each for each in others if each.server is not None or each.local.copy.number]
+    others = [each for each in others if each.server is not None or each.local.following.copy.number]
     serving = [server._state.roster for server in world.serving()]
     inside = {member.join.incarnation for roster in serving for member in roster.members.values()}
     workers = [worker for each in others for worker in each.by_incarnation.values() if worker.state != "gone"]
@@ -173,7 +173,7 @@ def _stop_other_parts(world: World, stopped: Host) -> None:
     world.until(lambda: world.is_over or world.now > stopped.ended_at + TAKES_OVER_WITHIN_S, 900.0)
     for server in world.serving():
         term = server._state.tenure.terms[-1]
-        if term != stopped.local.elsewhere.term and not server._state.stopping:
+        if term != stopped.local.following.elsewhere.term and not server._state.stopping:
             _signal(world.hosts[term.node])
 
 
