@@ -3,14 +3,13 @@
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 
 from lsgd import __version__
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.plan.forecast import forecast
-from lsgd.protocol.events import Happening, Note, RunChanged, WorkerChanged
 from lsgd.protocol.messages import (
     PROTOCOL,
     ChangeSettings,
@@ -47,14 +46,14 @@ from lsgd.server import daemon, endings
 from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, MOVED, TICK_S, Ending, complain, say, tell
+from lsgd.server.feed import Feed
 from lsgd.server.held import HeldCopy
 from lsgd.server.inputs import Inputs, Kind
 from lsgd.server.journal import Journal, capture, restore, taken_over
 from lsgd.server.reasons import ROUTINE, Why
-from lsgd.server.report import Record, progress, report
+from lsgd.server.report import Record, report
 from lsgd.server.standbys import Standbys
-from lsgd.server.state import Decision
-from lsgd.server.stream import Stream
+from lsgd.server.state import Decision, RunState
 
 GIVE_WAY_S = 3.0
 """How long a server that has given up tells its nodes where the run continues."""
@@ -65,21 +64,11 @@ DISMISS_WITHIN_S = 2.0
 DISMISS_ALL_WITHIN_S = 15.0
 """How long they are told that the run is over, at most."""
 
-FOLLOWS_FOR_S = 1.5
-"""How long after its last question somebody still counts as following the stream of events."""
-
 RETURN_WITHIN_S = 3.0
 """How long they have to find this server again if it was restarted and the run is over."""
 
 NODE_LEASE_S = 3.0
 """A local server that has been silent for this long may be replaced by another of the same node."""
-
-PROGRESS_EVERY_S = 1.0
-"""How often the stream of events says how far the run is, in seconds."""
-
-PROGRESS_WORKERS = 1000
-"""With more workers than this, it says so less often, in proportion."""
-
 
 SETTLES_S = 30.0
 """For how long from its start refused connections are a detail; who has a wrong key says so itself, and goes on."""
@@ -90,6 +79,13 @@ class _Node:
     peer: bytes
     hello: NodeHello
     heard_at: float
+
+
+@dataclass
+class _GivingWay:
+    """This server has given up, and tells its nodes where the run continues."""
+
+    began_at: float
 
 
 @dataclass
@@ -105,6 +101,110 @@ class _Farewell:
     began_at: float
     awaited_at: float
     nodes: int
+
+
+@dataclass
+class _Door:
+    """Who may be welcome later.
+
+    Args:
+        is_open: whether nodes may follow this server: one that takes over first waits for its own.
+        early: peers that have looked before that.
+        challengers: other servers of a node, and when they first greeted.
+    """
+
+    is_open: bool
+    early: set[bytes] = field(default_factory=set)
+    challengers: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    def challenged_at(self, hello: NodeHello, now: float) -> float:
+        """Return since when a server greets in the name of a node that is known."""
+        if self.challengers.get(hello.node, (0, now))[0] != hello.incarnation:
+            self.challengers[hello.node] = (hello.incarnation, now)
+        return self.challengers[hello.node][1]
+
+
+class _Guard:
+    """Watches what peers do to this server: memory that fills, refused connections, wrong messages."""
+
+    def __init__(self, *, watches_memory: bool) -> None:
+        self._memory = daemon.Memory() if watches_memory else None
+        self._refusals = daemon.Refusals()
+        self._bad_peers: set[bytes] = set()
+        self._began_at = self._looked_at = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Return whether to look, and take it that this is done."""
+        if now - self._looked_at < GUARD_EVERY_S:
+            return False
+        self._looked_at, self._began_at = now, self._began_at or now
+        return True
+
+    def look(self, listener: Listener, now: float) -> None:
+        """Report who was refused; drop all connections if memory fills."""
+        for refusal in self._refusals.report(listener, now):  # nodes that look for their server try several keys
+            (say if now - self._began_at < SETTLES_S else complain)(refusal)
+        if self._memory is None or not self._memory.overgrown():
+            return
+        complain(
+            f"memory has grown by {daemon.MAX_GROWTH_NBYTES >> 20} MiB: a peer is sending an endless message. All "
+            f"connections are dropped; those of the run reconnect by themselves"
+        )
+        listener.reopen()
+        self._memory.begin_anew()
+
+    def complain_of(self, peer: bytes, why: str) -> None:
+        """Say that a peer's message was dropped, once for each: it may never stop."""
+        if peer not in self._bad_peers and len(self._bad_peers) < 1000:
+            self._bad_peers.add(peer)
+            complain(f"dropped a message from {peer!r}: {why}")
+
+
+class _Mail:
+    """The server's socket, the ways to workers, and what has yet to leave: nothing does before the journal has it."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self._routes: dict[tuple[str, int], bytes] = {}
+        self._outbox: dict[bytes, list[bytes]] = defaultdict(list)
+
+    def route(self, message: Upward, peer: bytes) -> None:
+        """Note through which local server a worker is reached."""
+        self._routes[message.worker, message.incarnation] = peer
+
+    def route_to(self, worker: str, incarnation: int) -> bytes | None:
+        """Return that local server."""
+        return self._routes.get((worker, incarnation))
+
+    def unroute(self, message: Upward) -> None:
+        """Forget that: the worker has left."""
+        self._routes.pop((message.worker, message.incarnation), None)
+
+    def forget(self, *, unless: Callable[[str, int], object]) -> None:
+        """Forget the ways to workers, unless they are still somebody's."""
+        self._routes = {who: peer for who, peer in self._routes.items() if unless(*who)}
+
+    def add(self, peer: bytes, worker: bytes, message: Message) -> None:
+        """Send a message later; ``worker``: the name of a worker's socket, empty for the local server itself.
+
+        Raises:
+            OverflowError, ValueError: it cannot be encoded.
+        """
+        self._outbox[peer] += (worker, encode(message))
+
+    def add_first(self, peer: bytes, message: Message) -> None:
+        """Send a message to a local server in one with the answers, and before them."""
+        self._outbox[peer][:0] = (b"", encode(message))
+
+    def clear(self) -> None:
+        """Drop what has not left."""
+        self._outbox.clear()
+
+    def flush(self) -> list[bytes]:
+        """Send all; return the peers that are not there."""
+        failed = [peer for peer, frames in self._outbox.items() if not self.listener.send(peer, frames)]
+        self._outbox.clear()
+        return failed
 
 
 @dataclass
@@ -166,43 +266,36 @@ class GlobalDaemon:
         watches_memory: bool = True,
     ) -> None:
         self.coordinator = coordinator
-        self._state = coordinator.state
-        self._listener = listener
+        self._mail = _Mail(listener)
         self._journal = journal
         self._record = record
         self._standbys = standbys
         self._inputs = inputs or Inputs(None)
         self._set: dict[str, str] = {}  # settings that operators have changed
         self._rendezvous = Rendezvous()
-        # Nobody follows a server that takes over before its own node does.
-        self._is_open = not (self._state.tenure.took_over and standbys)
-        self._early: set[bytes] = set()  # peers that have looked before that
+        self._door = _Door(not (self._state.tenure.took_over and standbys))
         self._nodes: dict[int, _Node] = {}
-        self._challengers: dict[int, tuple[int, float]] = {}  # other servers of a node, and when they first greeted
-        self._routes: dict[tuple[str, int], bytes] = {}
-        self._outbox: dict[bytes, list[bytes]] = defaultdict(list)
-        self._bad_peers: set[bytes] = set()
-        self._stream = Stream()
-        self._happened: list[Happening] = list(self._state.book.elections)  # for the stream, after the answers
-        self._departed: set[str] = set()  # workers that have left since the last progress
-        self._readers: dict[bytes, tuple[float, int]] = {}  # of the stream: when they asked, the last event they got
-        self._progress_at = self._ticked_at = self._guarded_at = self._gave_way_at = 0.0
+        self._feed = Feed(self._state.book.elections)
+        self._ticked_at = 0.0
         self._begun_from = (self._state.changes, self._state.ledger.count)
-        self._memory = daemon.Memory() if watches_memory else None
-        self._refusals, self._guarded_at = daemon.Refusals(), 0.0
-        self._farewell: _Farewell | None = None
+        self._guard = _Guard(watches_memory=watches_memory)
+        self._ending: _Farewell | _GivingWay | None = None
         self.exit_code: int | None = None
+
+    @property
+    def _state(self) -> RunState:
+        return self.coordinator.state
 
     def run(self, signals: Ending) -> int:
         """Serve until the run is over and return the exit code."""
         while self.exit_code is None:
-            if signals.at_once and self._farewell is None:
+            if signals.at_once and not isinstance(self._ending, _Farewell):
                 say("second signal: ending at once, without a consensus model")
                 self._write_down(time.monotonic(), last=True)
                 return EXIT_AT_ONCE
             self.turn(time.monotonic(), signals.first)
             if self.exit_code is None:
-                wait_for(TICK_S, self._listener, signals.wakeup)
+                wait_for(TICK_S, self._mail.listener, signals.wakeup)
                 signals.wakeup.clear()
         return self.exit_code
 
@@ -213,8 +306,8 @@ class GlobalDaemon:
             now: time on a clock that never goes back, in seconds.
             got: name of the signal that asks for the end of the run, if any.
         """
-        if self._farewell is not None:
-            self._dismiss(self._farewell, now)
+        if isinstance(self._ending, _Farewell):
+            self._dismiss(self._ending, now)
             return
         if self._state.tenure.gives_way is not None:
             self._tell_where(self._state.tenure.gives_way, now)
@@ -226,18 +319,17 @@ class GlobalDaemon:
             self._tick(now)
             self._inputs.flush()
             self._ticked_at = now
-        if now - self._guarded_at >= GUARD_EVERY_S:
-            self._guard(now)
-            self._guarded_at = now
+        if self._guard.is_due(now):
+            self._mail.forget(unless=self._state.roster.find)
+            self._feed.forget_readers(now)
+            self._guard.look(self._mail.listener, now)
         self._keep(now)
         self._flush()
-        if self._state.over:
-            self._progress_at = 0.0  # the last progress has who has left since the end was known
-        self._publish(now)
+        self._feed.publish(self._state, now, last=self._state.over)
         self._write_down(now, last=self._state.over)
         if self._state.over:
-            self._farewell = _Farewell(now, now, self._next_nodes(now))
-            self._dismiss(self._farewell, now)
+            self._ending = _Farewell(now, now, self._next_nodes(now))
+            self._dismiss(self._ending, now)
 
     def _tell_where(self, moved: Moved, now: float) -> None:
         """Tell all nodes where the run continues; nothing that arrives counts any more.
@@ -245,36 +337,21 @@ class GlobalDaemon:
         This server's own node gets a copy: it serves again if the other part is gone by then.
         """
         peers = {node.peer for node in self._nodes.values()}
-        for peer, _ in self._listener.receive():
+        for peer, _ in self._mail.listener.receive():
             peers.add(peer)
-        self._outbox.clear()
+        self._mail.clear()
         own = self._nodes.get(self._state.tenure.term.node)
-        if not self._gave_way_at and self._standbys and own is not None:
-            self._send(own.peer, b"", self._standbys.whole(self._state, now, partial(capture, self._state, now)))
-        self._gave_way_at = self._gave_way_at or now
+        if not isinstance(self._ending, _GivingWay):
+            self._ending = _GivingWay(now)
+            if self._standbys and own is not None:
+                self._send(own.peer, b"", self._standbys.whole(self._state, now, partial(capture, self._state, now)))
         for peer in peers:
             self._send(peer, b"", moved)
         self._flush()
-        if now - self._gave_way_at > GIVE_WAY_S:
+        if now - self._ending.began_at > GIVE_WAY_S:
             if self._journal:
                 self._journal.finish()  # leaves nothing to continue from
             self.exit_code = MOVED
-
-    def _guard(self, now: float) -> None:
-        """Forget who is gone and report who was refused; drop all connections if memory fills."""
-        self._routes = {who: peer for who, peer in self._routes.items() if self._state.roster.find(*who)}
-        self._readers = {peer: read for peer, read in self._readers.items() if now - read[0] < FOLLOWS_FOR_S}
-        self._guarded_at = self._guarded_at or now
-        for refusal in self._refusals.report(self._listener, now):  # nodes that look for their server try several keys
-            (say if now - self._guarded_at < SETTLES_S else complain)(refusal)
-        if self._memory is None or not self._memory.overgrown():
-            return
-        complain(
-            f"memory has grown by {daemon.MAX_GROWTH_NBYTES >> 20} MiB: a peer is sending an endless message. All "
-            f"connections are dropped; those of the run reconnect by themselves"
-        )
-        self._listener.reopen()
-        self._memory.begin_anew()
 
     def _dismiss(self, farewell: _Farewell, now: float) -> None:
         """Tell the local servers that the run is over, and those who follow it how it ended, until they all know."""
@@ -283,7 +360,7 @@ class GlobalDaemon:
         heard_at = max([farewell.began_at, *(node.heard_at for node in self._nodes.values())])  # who knows leaves
         lasts_s = now - farewell.began_at
         silent = now - heard_at >= DISMISS_WITHIN_S or lasts_s >= DISMISS_ALL_WITHIN_S
-        if not silent and (self._nodes or self._follows(now)):
+        if not silent and (self._nodes or self._feed.is_read(now)):
             farewell.awaited_at = now
         for node in self._nodes.values():
             self._send(node.peer, b"", RunOver(reason, farewell.nodes))
@@ -304,12 +381,8 @@ class GlobalDaemon:
             return 0
         return sum(now - node.heard_at < NODE_LEASE_S for node in self._nodes.values())
 
-    def _follows(self, now: float) -> bool:
-        """Whether somebody reads the stream of events, and has not been sent the last ones."""
-        return any(now - at < FOLLOWS_FOR_S and last < self._stream.last for at, last in self._readers.values())
-
     def _receive(self, now: float) -> None:
-        for peer, frames in self._listener.receive():
+        for peer, frames in self._mail.listener.receive():
             for frame in frames:
                 self._take(peer, frame, now)
 
@@ -327,11 +400,15 @@ class GlobalDaemon:
             self._say(f"refused {reason}")
             self._send(peer, b"", Refused(reason))
         except ProtocolError as error:
-            self._complain_of(peer, str(error))
+            self._guard.complain_of(peer, str(error))
 
     def _dispatch(self, peer: bytes, message: Message, now: float, frame: bytes = b"") -> None:
-        if self._listener.secured and (claimed := node_of(message)) and claimed != peer.partition(b"#")[0].decode():
-            self._complain_of(peer, f"it speaks for {claimed}")
+        if (
+            self._mail.listener.secured
+            and (claimed := node_of(message))
+            and claimed != peer.partition(b"#")[0].decode()
+        ):
+            self._guard.complain_of(peer, f"it speaks for {claimed}")
             return
         match message:
             case NodeHello():
@@ -343,9 +420,7 @@ class GlobalDaemon:
                 self._handle(message, now, frame)
                 self._send(peer, b"", self._status(now))
             case EventsQuery(_, after):
-                events = self._stream.after(after)
-                self._readers[peer] = now, events.first + len(events.items) - 1
-                self._send(peer, b"", events)
+                self._send(peer, b"", self._feed.answer(peer, after, now))
             case ChangeSettings(changes):
                 self._change(peer, changes, now)
             case NodeLeave(node, incarnation):
@@ -363,13 +438,13 @@ class GlobalDaemon:
             case Put() | Get():
                 self._rendezvous_for(message, peer)
             case _ if isinstance(message, Upward):
-                self._routes[message.worker, message.incarnation] = peer
+                self._mail.route(message, peer)
                 if isinstance(message, Join) and self._nodes.get(message.node) is None:
                     return  # its local server will say hello first; the worker asks again
                 self._handle(message, now, frame)
                 if isinstance(message, Leave):
                     self._send_worker(message.worker, message.incarnation, Left())
-                    self._routes.pop((message.worker, message.incarnation), None)
+                    self._mail.unroute(message)
 
     def _adopt(self, copy: Copy, now: float) -> None:
         """Continue from a node's copy if it is newer than the one that this server has taken over from."""
@@ -396,16 +471,10 @@ class GlobalDaemon:
             endings.stop(state, before.stopping)
         self._begun_from = version
         self.coordinator = Coordinator(state)
-        self._state = state
         if self._set:
             self.coordinator.change(self._set)
         self._inputs.begins_anew()
         self._say(f"continues from a newer copy: {state.ledger.count} iterations")
-
-    def _complain_of(self, peer: bytes, why: str) -> None:
-        if peer not in self._bad_peers and len(self._bad_peers) < 1000:  # once per peer: it may never stop
-            self._bad_peers.add(peer)
-            complain(f"dropped a message from {peer!r}: {why}")
 
     def _change(self, peer: bytes, changes: Mapping[str, str], now: float) -> None:
         """Change settings, and answer the operator who asked for it."""
@@ -423,30 +492,19 @@ class GlobalDaemon:
         self._send(peer, b"", self._status(now))
 
     def _status(self, now: float) -> Status:
-        self._publish(now)
-        return Status(report(self._state, now, {"epoch": self._stream.epoch, "last": self._stream.last}))
-
-    def _publish(self, now: float) -> None:
-        """Add what has happened to the stream of events, and now and then, and at the end, how far the run is."""
-        self._departed |= {w.worker for w in self._happened if isinstance(w, WorkerChanged) and w.state == "left"}
-        ends = any(isinstance(what, RunChanged) and what.state == "over" for what in self._happened)
-        if ends or now >= self._progress_at:
-            self._progress_at = now + PROGRESS_EVERY_S * max(1.0, len(self._state.roster.members) / PROGRESS_WORKERS)
-            self._happened.insert(0 if ends else len(self._happened), progress(self._state, now, self._departed))
-            self._departed.clear()
-        if self._happened:
-            self._stream.add(self._happened)
-            self._happened.clear()
+        self._feed.publish(self._state, now)
+        stream = self._feed.stream
+        return Status(report(self._state, now, {"epoch": stream.epoch, "last": stream.last}))
 
     def _say(self, words: str) -> None:
         """Print a line that does not come from the coordinator."""
         tell(words)
-        self._happened.append(Note("", words))
+        self._feed.note(words)
 
     def _note(self, words: str) -> None:
         """Print a detail that does not come from the coordinator."""
         say(words)
-        self._happened.append(Note("", words))
+        self._feed.note(words)
 
     def _hello(self, peer: bytes, hello: NodeHello, now: float) -> None:
         if hello.stage and hello.stage != (own := stage_of(self._state.run)):
@@ -456,16 +514,16 @@ class GlobalDaemon:
                 self._nodes.pop(hello.node)
                 self._handle(NodeLeave(hello.node, hello.incarnation, "the next stage"), now)
             return
-        if not self._is_open and hello.node != self._state.tenure.term.node:
-            self._early.add(peer)
+        if not self._door.is_open and hello.node != self._state.tenure.term.node:
+            self._door.early.add(peer)
             return
         if hello.looks:
             self._send(peer, b"", self._welcome(now))
             return
-        self._is_open = True
-        for early in self._early:
+        self._door.is_open = True
+        for early in self._door.early:
             self._send(early, b"", self._welcome(now))
-        self._early.clear()
+        self._door.early.clear()
         known = self._nodes.get(hello.node)
         same = known is not None and known.hello.incarnation == hello.incarnation
         if known is None or same or now - known.heard_at > NODE_LEASE_S:
@@ -477,9 +535,7 @@ class GlobalDaemon:
                 self._standbys.greet(peer, hello, now)
             self._send(peer, b"", self._welcome(now))
             return
-        if self._challengers.get(hello.node, (0, now))[0] != hello.incarnation:
-            self._challengers[hello.node] = (hello.incarnation, now)
-        if known.heard_at <= self._challengers[hello.node][1]:
+        if known.heard_at <= self._door.challenged_at(hello, now):
             return  # the known one may have died: this one greets until that is certain
         reason = (
             f"node {hello.node} is already {known.hello.host}; give {hello.host} another index (--node, or the "
@@ -496,7 +552,7 @@ class GlobalDaemon:
         return NodeWelcome(state.run, tenure.terms, state.learned(), places, tenure.beaten, *relay, nodes)
 
     def _rendezvous_for(self, message: Put | Get, peer: bytes) -> None:
-        self._routes[message.worker, message.incarnation] = peer
+        self._mail.route(message, peer)
         generation = self._state.roster.generation
         if generation is None or not self._state.roster.find(message.worker, message.incarnation):
             return
@@ -518,7 +574,7 @@ class GlobalDaemon:
 
     def _act(self, decision: Decision) -> None:
         generation = self._state.roster.generation
-        self._happened += decision.happened
+        self._feed.add(decision.happened)
         for note in decision.notes:
             begins = note.code == Why.GENERATION.code and not self._state.ledger.count  # not where it has resumed
             is_routine = not ROUTINE.isdisjoint((note.code, note.code.partition(".")[0])) and not begins
@@ -542,7 +598,7 @@ class GlobalDaemon:
         self._state.tenure.guarded = len(self._standbys.places(self._state, now)) > 1
         before = self._standbys.trouble
         for peer, copy in self._standbys.copies(self._state, now, captured):
-            self._outbox[peer][:0] = (b"", encode(copy))  # in one message with the answers, and before them
+            self._mail.add_first(peer, copy)
         if self._standbys.trouble != before:
             complain(self._standbys.trouble or "the run has standbys again")
 
@@ -553,20 +609,19 @@ class GlobalDaemon:
     def _send_worker(self, worker: str, incarnation: int, message: Downward) -> None:
         if isinstance(message, Go | Stop) and (member := self._state.roster.find(worker, incarnation)):
             message = abridged(message, member)
-        if peer := self._routes.get((worker, incarnation)):
+        if peer := self._mail.route_to(worker, incarnation):
             self._send(peer, _worker_socket(incarnation), message)
 
     def _send(self, peer: bytes, worker: bytes, message: Message) -> None:
         try:
-            self._outbox[peer] += (worker, encode(message))
+            self._mail.add(peer, worker, message)
         except (OverflowError, ValueError) as error:  # a number of more than 64 bits, a text that is no Unicode
-            self._complain_of(peer, f"a {type(message).__name__} for it cannot be encoded: {error}")
+            self._guard.complain_of(peer, f"a {type(message).__name__} for it cannot be encoded: {error}")
 
     def _flush(self) -> None:
-        for peer, frames in self._outbox.items():
-            if not self._listener.send(peer, frames) and self._standbys is not None:
+        for peer in self._mail.flush():
+            if self._standbys is not None:
                 self._standbys.failed(peer)
-        self._outbox.clear()
 
 
 def node_of(message: Message) -> str:

@@ -278,9 +278,9 @@ class TestStages:
 
     def test_its_local_server_lets_those_of_the_one_before_leave(self, open) -> None:
         former = open.server
-        former.ended.add("node3/worker0")
+        former.workers.ended.add("node3/worker0")
         open.server = LocalServer(
-            *(3, 6, open.workers, former._global),
+            *(3, 6, open.workers, former.following.uplink.link),
             say=open.said.append,
             complain=open.said.append,
             elsewhere=Elsewhere(3, lambda place: open.worker, lambda address, now, since: None),

@@ -6,7 +6,7 @@ import pytest
 
 from lsgd.protocol.events import Note, decode_event
 from lsgd.protocol.messages import PROTOCOL, EventsQuery, Join, Pause, StopRun, Upward, encode
-from lsgd.server.global_daemon import FOLLOWS_FOR_S
+from lsgd.server.feed import FOLLOWS_FOR_S
 from lsgd.server.stream import Stream
 from lsgd.watch.view import RunView
 
@@ -62,7 +62,7 @@ def view_of(stream: Stream) -> RunView:
 def test_at_the_end_a_view_has_the_count_of_the_run() -> None:
     run = begun([2, 1])
     limit = finish(run)
-    view = view_of(run.server._stream)
+    view = view_of(run.server._feed.stream)
     assert (view.now.state, view.now.count) == ("over", limit)
     assert sum(worker.done for worker in view.workers.values()) == limit
     assert {worker.state for worker in view.workers.values()} == {"left"}
@@ -77,7 +77,7 @@ def test_the_rounds_of_the_plan_are_told_to_a_run_that_begins_with_it(resumed, l
     run = Run(make_plan(workers=2, iterations=120), [1, 1])
     run._tick()
     run.until(lambda: run.state.over)
-    items = run.server._stream.after(0).items
+    items = run.server._feed.stream.after(0).items
     events = [decode_event(number, item).what for number, item in enumerate(items)]
     told = [what.words for what in events if isinstance(what, Note)]
     assert sum("by its plan" in words or "that is few" in words for words in told) == lines
@@ -92,14 +92,14 @@ def test_the_server_waits_for_those_who_follow_the_run_to_hear_its_end(monkeypat
         run.server._receive(run.now)
 
     finish(run)
-    assert not run.server._follows(run.now)
+    assert not run.server._feed.is_read(run.now)
     monkeypatch.setattr("lsgd.server.stream.MAX_ANSWER_EVENTS", 16)
     ask(0)
-    assert run.server._follows(run.now)
-    while run.server._follows(run.now):  # an answer holds a part of the stream
-        _, last = run.server._readers[b"operator#1"]
-        assert 0 < last < run.server._stream.last
-        assert not run.server._follows(run.now + FOLLOWS_FOR_S)  # it has given up
+    assert run.server._feed.is_read(run.now)
+    while run.server._feed.is_read(run.now):  # an answer holds a part of the stream
+        last = run.server._feed.last_of(b"operator#1")
+        assert 0 < last < run.server._feed.stream.last
+        assert not run.server._feed.is_read(run.now + FOLLOWS_FOR_S)  # it has given up
         ask(last)
 
 
