@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 import torch
@@ -117,7 +116,7 @@ class Recorder(Observer):
             **{"has_end": run.has_end, "algorithm": worker.algorithm.name},
             **{"parameters": sum(p.numel() for p in trained), "nbytes": sum(p.nbytes for p in trained)},
             **{"muon": is_muon(optimizers)},
-            **{"restarted": bool(os.environ.get("LSGD_RESTARTED")), "door": "trainer" if _in_integration() else "loop"},
+            **{"restarted": bool(os.environ.get("LSGD_RESTARTED")), "door": "trainer" if _is_led(worker) else "loop"},
         )
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
@@ -333,14 +332,9 @@ def _noise() -> list[str]:
     return [hashlib.blake2b(text, digest_size=8).hexdigest() for text in texts]
 
 
-def _in_integration() -> bool:
-    """Whether lsgd's code for another library's Trainer has called."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith("lsgd.integrations."):
-            return True
-        frame = frame.f_back
-    return False
+def _is_led(worker: Any) -> bool:
+    """Whether another library's loop leads it, which knows by itself where it is to begin."""
+    return type(worker).__module__.startswith("lsgd.integrations.")
 
 
 def _rates(optimizer: Any) -> list[float]:

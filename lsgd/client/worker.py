@@ -343,8 +343,7 @@ class Worker:
                 "worker.shard(loader)"
             )
         if is_stream(dataset):
-            agree = partial(_all_have_a_batch, island)
-            return self._checkpoints.attend(self._ending(StreamLoader(self._part(dataset), agree, options)))
+            return self._stream_loader(dataset, options)
         loader = shard_loader(dataset, partial(_place, weakref.ref(self)), seed, shuffle, options, island.size)
         return self._deal(loader)
 
@@ -383,6 +382,10 @@ class Worker:
             self._facts[where] = facts
             self._channel.send(Dealt(*self._membership.who, where, facts))
         return partial(_tell, weakref.ref(self), where, facts)
+
+    def _stream_loader(self, stream: Iterable[Any], options: dict[str, Any]) -> StreamLoader:
+        agree = partial(_all_have_a_batch, self._membership.island)
+        return self._checkpoints.attend(self._ending(StreamLoader(self._part(stream), agree, options)))
 
     def _deal(self, loader: ShardLoader) -> ShardLoader:
         loader.passes.tell = self._dealt(place_in_script(), facts_of(loader.dataset, loader.passes))
@@ -427,11 +430,10 @@ class Worker:
             return [self.shard(each) for each in data]
         if not isinstance(data, DataLoader):
             return self._checkpoints.attend(self._part(data))
-        island = self._membership.island
+        options = self._own(options_of(data))
         if is_stream(data.dataset):
-            stream, agree = self._part(data.dataset), partial(_all_have_a_batch, island)
-            return self._checkpoints.attend(self._ending(StreamLoader(stream, agree, self._own(options_of(data)))))
-        return self._deal(shard_of(data, partial(_place, weakref.ref(self)), island.size, self._own(options_of(data))))
+            return self._stream_loader(data.dataset, options)
+        return self._deal(shard_of(data, partial(_place, weakref.ref(self)), self._membership.island.size, options))
 
     @observed
     def rows(self, length: int, epoch: int = 0) -> range:
@@ -814,8 +816,7 @@ class Worker:
                 logger.error("%s leaves without the run's consensus: %s", self.name, error)
                 reason = "it waited for the others for too long"
                 self._steps.step.advance(Event.STOP)
-        if (broken := self._end_judged(reason=reason)) is not None:
-            exit_for(broken, self.name)
+        self._end_judged(reason=reason)
         return self.has_consensus
 
     @property
@@ -827,15 +828,16 @@ class Worker:
         """Return the error if this worker ends without an iteration, or with a model that is not finite."""
         return self._steps.idle_error() or self._checkpoints.non_finite_error()
 
-    def _end_judged(self, *, reason: str = "") -> CodedError | None:
-        """Leave, and return what is :meth:`_wrong` at the run's end.
+    def _end_judged(self, *, reason: str = "") -> None:
+        """Leave, and end the process if something is :meth:`_wrong` at the run's end.
 
         The processes of an island can look together only before they leave.
         """
         judges = self.stopped and (self._open or self._membership.island.size == 1)
         broken = self._wrong() if judges else None
         self._end(reason=reason)
-        return broken
+        if broken is not None:
+            exit_for(broken, self.name)
 
     def _end(self, *, failed: bool = False, reason: str = "") -> None:
         """Tell the servers once that this worker leaves; unused grants go back. A fork of the process says nothing."""
@@ -877,10 +879,10 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is None:
+            self._end_judged()
+        else:
             self.fails(error)
-        elif (broken := self._end_judged()) is not None:
-            exit_for(broken, self.name)
         if isinstance(error, CodedError):
             exit_for(error, self.name)
 
@@ -890,8 +892,8 @@ class Worker:
 
     def gives_way(self) -> None:
         """Leave a run that has ended, because the script joins again."""
-        if self.stopped and self._open and (broken := self._end_judged()) is not None:
-            exit_for(broken, self.name)
+        if self.stopped and self._open:
+            self._end_judged()
 
     def at_exit(self) -> None:
         """Leave the run when the script ends without having done so; :meth:`_end_judged` may set the exit code."""

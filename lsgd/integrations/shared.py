@@ -23,6 +23,10 @@ DISTRIBUTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 """Variables that make trainers use DistributedDataParallel."""
 
 
+class LedWorker(Worker):
+    """A worker whose steps another library's loop begins and ends."""
+
+
 class Integration:
     """A loop of another library as a worker: its hooks call these methods, and docs/design.md says which calls what.
 
@@ -67,7 +71,7 @@ class Integration:
     def _join(self, model: nn.Module, optimizers: Any, scaler: Any, step: int) -> Worker:
         """Join the run; ``scaler`` is the trainer's GradScaler, or None; ``step``: how many steps it has made."""
         extra = {**(self._options.get("extra") or {}), **({} if scaler is None else {"lsgd_scaler": scaler})}
-        self._worker = Worker.join(model, optimizers, **{"step": step, **self._options, "extra": extra})
+        self._worker = LedWorker.join(model, optimizers, **{"step": step, **self._options, "extra": extra})
         return self._worker
 
     def _shard(self, loaders: Any, seed: int, begin_at: dict[str, Any] | None = None) -> None:

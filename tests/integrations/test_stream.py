@@ -20,7 +20,7 @@ from torch.utils.data import (
 )
 
 from lsgd.client.data.shards import ShardSampler
-from lsgd.client.data.trainers import Endless, TrainerData, sampler_of
+from lsgd.client.data.trainers import Endless, TrainerData
 from lsgd.errors import ConfigError, ExchangeError
 from lsgd.integrations.shared import is_saver, state_of_run
 
@@ -141,11 +141,10 @@ def test_a_samplers_own_epochs_follow_one_another():
 
 def test_a_loader_of_two_trainings_is_dealt_from_the_scripts_sampler_in_both():
     loader = DataLoader(range(20), 4, sampler=SubsetRandomSampler(range(16)))
-    sampler = sampler_of(loader)
+    sampler = loader.sampler
     for _ in range(2):
         TrainerData(loader, alone, 0)
-        assert sampler_of(loader) is sampler and sorted(map(int, chain(*loader))) == [*range(16)]
-    assert sampler_of(range(3)) is None
+        assert loader.batch_sampler.sampler.replaces is sampler and sorted(map(int, chain(*loader))) == [*range(16)]
 
 
 class Eight(IterableDataset[int]):

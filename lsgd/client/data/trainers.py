@@ -180,12 +180,6 @@ def bare(loader: Any) -> Any:
     return loader if inner is None else inner
 
 
-def sampler_of(loader: Any) -> Any:
-    """Return the script's sampler of a DataLoader's batches, also if an earlier training has replaced it."""
-    sampler = getattr(getattr(bare(loader), "batch_sampler", None), "sampler", None)
-    return getattr(sampler, "replaces", sampler)
-
-
 def _divide(loader: Any, place: Place, seed: int) -> Endless | Part:
     """Replace what draws in a loader by this worker's part of it."""
     if not isinstance(loader, DataLoader):
