@@ -21,7 +21,7 @@ def judge_cost(run: Run, link: Link | None, alone: Run | None = None) -> Verdict
     joined, times = life.joined or {}, end["timings"]
     all_s = times["compute_s"] + times["waiting_s"] + times["exchange_s"]
     verdict.notes += [
-        f"{end['peak_nbytes'] / 1e6:,.0f} MB of memory at most, for {joined['nbytes'] / 1e6:,.1f} MB of parameters",
+        f"{end['peak_nbytes'] / 1e6:,.0f} MB of memory at most, for {_size(joined['nbytes'])} of parameters",
         f"{100 * times['exchange_s'] / max(all_s, 1e-9):.0f} % of the time in rounds here, where all workers share one "
         f"machine; {times['sent_nbytes'] / times['steps']:,.0f} bytes sent per step",
     ]
@@ -34,6 +34,10 @@ def judge_cost(run: Run, link: Link | None, alone: Run | None = None) -> Verdict
     if single is None:
         verdict.notes.append("the step's time is that of workers that share this machine; with point 6 it is one's own")
     return verdict
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:,.1f} kB"
 
 
 def _ended(run: Run) -> tuple[Life, Fact] | None:

@@ -452,6 +452,10 @@ def test_a_checkpoint_within_the_training_is_no_final_file() -> None:
 def test_costs_are_said_with_what_machines_are_worth() -> None:
     verdict = judge_cost(WELL, link_of("100mbit,20ms"))
     assert is_right(verdict) and "17 % of the time in rounds" in verdict.notes[1]
+    small, large = Story(0, nbytes=4000).steps(8).ends(), Story(0, nbytes=4e6).steps(8).ends()
+    assert verdict.notes[0].startswith("1 MB of memory")
+    assert judge_cost(run_of(small), None).notes[0].endswith("for 4.0 kB of parameters")
+    assert judge_cost(run_of(large), None).notes[0].endswith("for 4.0 MB of parameters")
     assert [note.split()[0] for note in verdict.notes[3:-1]] == ["2", "3", "4"] and "point 6" in verdict.notes[-1]
     alone = Story(0).steps(8).ends(watching_s=2.0)
     assert "250 ms a step" in judge_cost(WELL, link_of("100mbit"), run_of(alone)).notes[2]
