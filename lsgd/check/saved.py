@@ -20,9 +20,12 @@ def loaded(path: Path) -> dict[str, str]:
 
     In a zip, such as NumPy's npz and what shutil.make_archive makes of a folder, each file is one of its own.
     """
-    with path.open("rb") as file:
-        found = _tensors(_read(path.name, file))
-        return {name: digest_of(tensor) for name, tensor in found if tensor.layout == torch.strided}
+    try:
+        with path.open("rb") as file:
+            found = _tensors(_read(path.name, file))
+            return {name: digest_of(tensor) for name, tensor in found if tensor.layout == torch.strided}
+    except OSError:  # such as an earlier checkpoint, which the script has deleted
+        return {}
 
 
 def _read(name: str, file: IO[bytes]) -> object:

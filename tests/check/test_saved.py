@@ -64,3 +64,8 @@ def test_other_files_have_none(content, tmp_path) -> None:
     for name in ("file.zip", "file.npy", "file.safetensors", "file"):
         (tmp_path / name).write_bytes(content)
         assert loaded(tmp_path / name) == {}
+
+
+def test_a_file_that_is_gone_has_none(tmp_path) -> None:
+    assert loaded(tmp_path / "epoch1.ckpt") == {}
+    assert loaded(tmp_path) == {}
