@@ -189,7 +189,7 @@ class TestWhereKeysAreNeeded:
     def test_on_the_network_always_unless_it_is_trusted(self, tmp_path) -> None:
         with pytest.raises(ConfigError, match=r"without keys any of them .* `lsgd keygen --nodes N`, or give --insec"):
             listener_keys(NETWORK, None, insecure=False)
-        with pytest.raises(ConfigError, match=r"a token is needed; .*copy the file node1\.token.*LSGD_TOKEN"):
+        with pytest.raises(ConfigError, match=r"a token is needed: .*copy the file node1\.token.*LSGD_TOKEN"):
             connector_keys(NETWORK, None, "node1", insecure=False)
         assert listener_keys(NETWORK, None, insecure=True) is None
         assert connector_keys(NETWORK, None, "node1", insecure=True) is None
