@@ -71,6 +71,8 @@ class Schedule(NamedTuple):
         election: who leads a round, a rule of :mod:`lsgd.election`.
         delay: iterations from a round until its result is applied.
         parts: of the model, of which each round exchanges one, in turn.
+        common: all workers know the model of the last round, so one that has missed rounds comes back with what it has
+            learned since; elsewhere that is lost.
     """
 
     period: int
@@ -80,6 +82,7 @@ class Schedule(NamedTuple):
     election: str = "loss"
     delay: int = 0
     parts: int = 1
+    common: bool = False
 
 
 @dataclass(frozen=True)

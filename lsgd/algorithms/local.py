@@ -97,7 +97,7 @@ class LocalSettings(Periodic):
     def schedule(self) -> Schedule:
         """Exchange a fragment every ``period / fragments`` steps."""
         interval = (self.period or self._least_period) // self.fragments
-        return Schedule(interval, interval, delay=max(self.delay, 0), parts=self.fragments)
+        return Schedule(interval, interval, delay=max(self.delay, 0), parts=self.fragments, common=True)
 
     @property
     def delay_is_auto(self) -> bool:

@@ -23,12 +23,12 @@ LOOKAHEAD_SHARE = 4
 class Ledger:
     """The exact count and the run's queue of tokens; it also changes the queues of nodes and the grants of members.
 
-    The count is ``base`` plus what all incarnations have reported. No queue is below zero. The run's queue never
-    exceeds the limit less what is made and granted.
+    The count is ``base`` plus what all incarnations have reported. It is what the run's model has, or will have.
+    No queue is below zero. The run's queue never exceeds the limit less what is made and granted.
 
     Args:
         count: iterations made.
-        base: those that no incarnation has reported: a checkpoint's, or, if negative, those that were lost.
+        base: those that no incarnation has reported, a checkpoint's, less those that were reported and are lost.
         unheard: iterations that may have been made but not reported before the server was restarted.
 
     Attributes:
@@ -76,12 +76,11 @@ class Ledger:
         for member in members:
             member.granted += 1
 
-    def settle(self, member: Member, done: int, queue: NodeQueue | None, *, stopping: bool) -> None:
-        """Count what a member has done; its unused grant goes back to the queues.
+    def settle(self, member: Member, queue: NodeQueue | None, *, stopping: bool) -> None:
+        """Give a member's unused grant back to the queues.
 
         Without a ``queue`` it is outside the generation, and the next global round recounts what is left.
         """
-        self.use(member, done)
         if member.granted and queue is not None and not stopping:
             self.tokens += member.granted
             queue.tokens += member.granted
@@ -101,6 +100,11 @@ class Ledger:
     def revoke(self, member: Member) -> None:
         """Forget what was granted to a member in a round that it has dropped."""
         member.granted = 0
+
+    def lose(self, iterations: int) -> None:
+        """Count no longer what was made, and no model of the run will have."""
+        self.count -= iterations
+        self.base -= iterations
 
     def set_aside(self, stragglers: list[Member]) -> None:
         """Keep the grants of stragglers; after a restart at least one each, plus once what was unheard before it."""
@@ -255,11 +259,13 @@ class RoundBook:
         self.unlisted += not due
         return due
 
-    def order(self, order: Round, members: Iterable[Member], now: float) -> None:
+    def order(self, order: Round, members: Sequence[Member], now: float) -> None:
         """Open a round of ``members``."""
         assert order.scope == "local" or not self.open
         self.changes.count += 1
-        opened = OpenRound(order, set(members), now)
+        # What a newcomer has learned, if it keeps it, comes in a later round.
+        done = {m: m.done for m in members if order.final or m.rank not in order.new}
+        opened = OpenRound(order, set(members), done, now)
         self.open[order.id] = opened
         self.ordered[order.scope] += 1
         self.final |= order.final
@@ -294,6 +300,8 @@ class RoundBook:
             del self.open[round_id]
             if opened.round.scope == "global":
                 self.failures, self.averages = 0, False
+                for one, done in opened.done.items():
+                    one.shared = max(one.shared, done)
             if opened.round.checkpoint:
                 self.checkpoints.saved(opened.round.exchanges, now)
         return opened

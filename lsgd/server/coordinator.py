@@ -10,7 +10,9 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
 3.  When all live members are held and no node's round can start, the global round starts, whatever is left.
 4.  A round refills its queues (to period x members, to local_period x its members), then takes from them. The last
     iterations, fewer than there are members, are granted without a round.
-5.  The count is the sum of the iterations that members report done. An unused grant goes back.
+5.  The count is the sum of the iterations that members report done, and that a model of the run has or will have: what
+    a member has made since its last global round is lost when one is made without it, unless all know a common model
+    and it comes back. The run makes those again. An unused grant goes back.
 6.  Membership changes at global rounds only, with a new generation. Once a member is gone, paused or failed, its
     generation starts no more local rounds, so that a global one comes.
 7.  A round is provisional until all its members have completed it. One that fails ends its generation and withdraws
@@ -18,7 +20,7 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
 8.  The same (worker, incarnation, seq) gets the same answer again, until the worker says that it has dropped the
     round in that answer. An incarnation that has left is ignored from then on.
 9.  A member that keeps all others waiting for too long is evicted from the next round, which starts without it. It
-    keeps its grant, and iterations made with that count; its next request brings it back.
+    keeps its grant; its next request brings it back.
 10. The run protects what it has learned: the last members with its model are evicted only after they have been
     silent for ``server_timeout_s``, and may come back with it even then. If nobody has it any more, the run continues
     from checkpoints; without one it ends, unless the plan has ``restart_from_scratch``.
@@ -211,7 +213,7 @@ class Coordinator:
             self.state.book.skip_to(max(message.committed, message.dropped))
             # It has learned what this server has never counted: it takes over another's model, if one has an own.
             if message.committed > self.state.book.known:
-                member.falls_behind()
+                endings.falls_behind(self.state, member)
             if member.round is not None and message.committed > member.round.round.id:  # it has passed that round
                 endings.left_round(self.state, member, Why.PASSED_OVER)
         match message:
@@ -262,7 +264,7 @@ class Coordinator:
         if request.seq == member.seq and not self._takes_back(member, request.dropped):
             # A server that was started again may not know all that it has done. The answer's own grant stays.
             keep = member.answer.iterations if isinstance(member.answer, Go) else 0
-            state.ledger.use(member, request.done, keep)
+            endings.use(state, member, request.done, keep)
             answers.repeat(state, member)
             return
         endings.settle(state, member, request.done)
@@ -291,7 +293,7 @@ class Coordinator:
 
     def _request_ahead(self, member: Member, request: Request) -> None:
         """Grant more to a member that still has iterations left, or forget that it asked."""
-        self.state.ledger.use(member, request.done)
+        endings.use(self.state, member, request.done)
         endings.committed(self.state, member, request.committed)
         most = self.state.plan.run.lookahead + 1 - member.granted
         current = member.state is MemberState.BUSY and member.round is None and not member.leaving

@@ -10,7 +10,7 @@ from lsgd.protocol.messages import GenerationOver, Refused
 from lsgd.server import answers
 from lsgd.server.life import Stage
 from lsgd.server.links import named_pairs
-from lsgd.server.reasons import Reason, Why
+from lsgd.server.reasons import Reason, Why, number_of
 from lsgd.server.roster import Has, Member, MemberState, OpenRound, finite, named
 from lsgd.server.state import RunState
 
@@ -60,7 +60,56 @@ def close(state: RunState) -> None:
 
 def settle(state: RunState, member: Member, done: int) -> None:
     """Count what a member has done; its unused grant goes back."""
-    state.ledger.settle(member, done, state.roster.queue_of(member), stopping=bool(state.stopping))
+    use(state, member, done)
+    state.ledger.settle(member, state.roster.queue_of(member), stopping=bool(state.stopping))
+
+
+def use(state: RunState, member: Member, done: int, keep: int = 0) -> None:
+    """Count what a member has done, and keep the last ``keep`` iterations of its grant."""
+    state.ledger.use(member, done, keep)
+    if member.rank < 0 or state.course.schedule.identical:
+        settle_own(state, member)
+
+
+def goes_on(state: RunState, *, final: bool) -> None:
+    """Note that a global round is made without those that have left, or are no members of the generation.
+
+    After a ``final`` one there is no later round for what they have learned.
+    """
+    for member in state.roster.left.values():
+        lose_own(state, member)
+    for member in state.roster.members.values():
+        if member.rank < 0:
+            falls_behind(state, member)
+            if final:
+                lose_own(state, member)
+
+
+def falls_behind(state: RunState, member: Member) -> None:
+    """Note that the run goes on without what a member has."""
+    member.falls_behind()
+    settle_own(state, member)
+
+
+def settle_own(state: RunState, member: Member) -> None:
+    """Decide whether what a member has made since its last global round still counts.
+
+    Where models are identical, the others have made it, too. Without the run's model, a member takes over another's,
+    and loses it, unless all know a common model, to which it adds what it has learned in a later round.
+    """
+    if state.course.schedule.identical:
+        member.shared = member.done
+    elif not member.synced and (state.book.final or not state.course.schedule.common):
+        lose_own(state, member)
+
+
+def lose_own(state: RunState, member: Member) -> None:
+    """Count no longer what a member has made since its last global round: no model of the run will have it."""
+    if member.unshared:
+        state.note(Why.LOSES(worker=member.worker, lost=number_of(member.unshared, "iteration")))
+        state.roster.changes.count += 1
+        state.ledger.lose(member.unshared)
+        member.shared = member.done
 
 
 def committed(

@@ -286,10 +286,10 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False, run: 
     return state
 
 
-VERSION = 16
+VERSION = 17
 """Version of the format."""
 
-_KEPT = ("rank", "done", "committed", "sent_nbytes", "times_leader", "usual", "late", "began")
+_KEPT = ("rank", "done", "shared", "committed", "sent_nbytes", "times_leader", "usual", "late", "began")
 """Fields of a member that are kept unchanged."""
 
 
@@ -317,7 +317,11 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "generation": None if roster.generation is None else _fields(roster.generation),
         "broken": roster.broken.to_json(),
         "open": [
-            {"round": _fields(o.round, "generation"), "waiting": sorted(m.worker for m in o.waiting)}
+            {
+                "round": _fields(o.round, "generation"),
+                "waiting": sorted(m.worker for m in o.waiting),
+                "done": [[m.worker, m.join.incarnation, done] for m, done in o.done.items()],
+            }
             for o in book.open.values()
         ],
         "members": [_member(m) for m in roster.members.values()],
@@ -371,17 +375,20 @@ def restore(saved: dict[str, Any], now: float) -> RunState:
 def _state_of(saved: dict[str, Any], now: float) -> RunState:
     generation = Generation(**_of_lists(saved["generation"])) if saved["generation"] else None
     members = {m.worker: m for m in (_member_of(each, now) for each in saved["members"])}
+    left = [_member_of(each, now) for each in saved["left"]]
+    known = {(m.worker, m.join.incarnation): m for m in (*members.values(), *left)}
     opened = []
     for each in saved["open"]:
         order = Round(**_of_lists(each["round"] | {"generation": generation}))
-        opened.append(OpenRound(order, {members[name] for name in each["waiting"]}))
+        done = {known[name, incarnation]: made for name, incarnation, made in each["done"]}
+        opened.append(OpenRound(order, {members[name] for name in each["waiting"]}, done))
     state = RunState(
         Plan.from_json(saved["plan"]),
         saved["run"],
         now=now,
         roster=Roster(
             members.values(),
-            [_member_of(each, now) for each in saved["left"]],
+            left,
             saved["made"],
             generation,
             Reason(*saved["broken"]),

@@ -171,7 +171,8 @@ def _when_all_are_held(state: RunState) -> Step | Wait:
     if state.stopping:
         return _last(state)
     out = [m for m in state.roster.members.values() if m.granted]  # stragglers: nobody is busy now
-    given = state.ledger.count + sum(m.granted for m in out)
+    lost = sum(m.unshared for m in state.roster.left.values())
+    given = state.ledger.count - lost + sum(m.granted for m in out)
     if given >= state.limit:
         return EndRun(state.all_made(out))
     if not any(m.iterates for m in members):  # those that stay must get the run's model first

@@ -123,6 +123,8 @@ class Member:
         held_at: time of its last held request.
         granted: iterations granted and not yet reported done; for a STRAGGLER that has been silent since the server
             was restarted, as many as it may have made. Only the ledger changes this and ``done``.
+        shared: how many of its ``done`` iterations no longer depend on it: they are in the model of a global round that
+            all have completed, or are lost.
         has: what of the run's model it has; :meth:`learns` and :meth:`falls_behind` change it.
         leaving: reason why it must leave, although the run continues.
         asked: its last request; :meth:`Roster.asks` and :meth:`Roster.goes_on` change what it wants.
@@ -145,6 +147,7 @@ class Member:
     held_at: float = 0.0
     granted: int = 0
     done: int = 0
+    shared: int = 0
     has: Has = Has.NOTHING
     leaving: Reason = NO_REASON
     asked: Asked = Asked()
@@ -175,6 +178,11 @@ class Member:
     def seq(self) -> int:
         """The number of its last request."""
         return self.asked.seq
+
+    @property
+    def unshared(self) -> int:
+        """Iterations that only its own model has, as far as is known."""
+        return self.done - self.shared
 
     @property
     def iterates(self) -> bool:
@@ -267,6 +275,7 @@ class OpenRound:
 
     Args:
         waiting: members that have not completed it.
+        done: iterations, as of its order, of those whose models enter it.
         opened_at: time of its order; None if an earlier server did so.
         sent_nbytes: bytes from the members that have completed it, each since its round before; None: one did not say.
         transfer_s: how long the transfer of an earlier round took them, the longest; 0: none was beside training.
@@ -274,6 +283,7 @@ class OpenRound:
 
     round: Round
     waiting: set[Member]
+    done: dict[Member, int]
     opened_at: float | None = None
     sent_nbytes: int | None = 0
     transfer_s: float = 0.0

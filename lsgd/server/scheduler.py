@@ -8,10 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from lsgd.protocol.events import GenerationBegan
 from lsgd.protocol.messages import Round
-from lsgd.server import answers, meeting, next_step
+from lsgd.server import answers, endings, meeting, next_step
 from lsgd.server.books import election, line, roles
 from lsgd.server.course import Stretch
-from lsgd.server.endings import close, fail, hold_again, stop
 from lsgd.server.greetings import transport_of
 from lsgd.server.life import Stage
 from lsgd.server.reasons import Why, number_of
@@ -57,7 +56,7 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
         case next_step.HoldAgain(members, relents):
             if relents:
                 state.links.relent(state.now)
-            hold_again(state, members)
+            endings.hold_again(state, members)
         case next_step.LimitWait():
             state.life.move(Stage.LAST_WAIT, state.now)
         case next_step.Finish():
@@ -72,9 +71,9 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
         case next_step.EndRun(reason, stretch):
             if stretch is not None:
                 _begin_stretch(state, stretch)
-            stop(state, reason)
+            endings.stop(state, reason)
         case next_step.Close():
-            close(state)
+            endings.close(state)
         case next_step.Final(members):
             _begin_generation(state, members)
             _order(state, "global", members, state.roster.queues.values(), final=True)
@@ -119,6 +118,9 @@ def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] 
         _begin_phase(state, stretch.number, stretch.algorithm.name)
         begins_anew = state.roster.generation is not None and not same_form(course.algorithm, stretch.algorithm)
         state.book.averages |= begins_anew and not before.identical
+        for member in state.roster.members.values():
+            if begins_anew and not member.synced:  # the next algorithm knows no common model of this one
+                endings.lose_own(state, member)
     course.begin(stretch)
     for member in leaving:
         state.roster.dismiss(member, Why.GOES_ON())
@@ -169,6 +171,8 @@ def _order(
         state.progress.started_at = state.now
         state.book.checkpoints.begin(state.now)
     _is_found(state)
+    if scope == "global":
+        endings.goes_on(state, final=final)
     order, leader = _new_round(state, scope, members, queues, final=final)
     if scope == "global":
         state.course.pace.ordered(state.now, state.ledger.count, first=state.book.fresh)
@@ -187,9 +191,6 @@ def _order(
     if scope == "global":
         state.tenure.took_over = False
         state.ledger.unheard = 0  # all members have reported what they made
-        for member in state.roster.members.values():
-            if member.rank < 0:
-                member.falls_behind()
     for member in members:
         answers.order(state, member, order)
 
@@ -208,6 +209,9 @@ def _new_round(
     averages = book.averages and scope == "global" and not final
     rule, lot = course.schedule.election, f"{state.run} {book.next_id}"
     leader, leaders, source, new = roles(members, queues, len(generation.nodes), copies=copies, rule=rule, lot=lot)
+    for member in members:
+        if member.rank in new:
+            endings.settle_own(state, member)
     order = Round(
         id=book.next_id,
         generation=generation,
@@ -240,6 +244,8 @@ def _go_back(state: RunState, step: next_step.GoBack) -> None:
     """Continue from a checkpoint; without one a new run begins at 0, and so does one that may start over."""
     count, resumed, course = state.ledger.count, step.origin.iterations, state.course
     state.ledger.go_back(resumed)
+    for member in (*state.roster.members.values(), *state.roster.left.values()):
+        member.shared = member.done
     if state.roster.generation is not None:
         why = Why.GONE_BACK if resumed else Why.BEGUN_ANEW
         state.note(why(count=count, resumed=resumed, lost=count - resumed))
@@ -266,4 +272,4 @@ def _lose_model(state: RunState, *, fails: bool) -> None:
         state.life.move(Stage.STRANDED, state.now)
         state.note(reason)
     if fails:
-        fail(state, reason)
+        endings.fail(state, reason)

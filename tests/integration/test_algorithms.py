@@ -191,8 +191,8 @@ def test_a_worker_killed_while_models_are_exchanged(cluster, tmp_path, settings)
     results = [cluster.result(*place) for place in survivors]
     assert len({result["final"] for result in results}) == 1
     assert all(0 < result["distance"] < 0.1 and result["loss"] < 1.0 for result in results)
-    # The victim made 12 steps; the word of the last one, which its next turn sends, may have died with it.
-    assert results[0]["status"]["count"] - sum(result["iterations"] for result in results) in (11, 12)
+    # The victim made 12 steps; those since the last round that all have completed are in no model.
+    assert results[0]["status"]["count"] - sum(result["iterations"] for result in results) in range(8, 13)
     assert "generation 2: 3 workers on 2 nodes" in server.output
 
 

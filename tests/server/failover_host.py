@@ -213,8 +213,9 @@ class Host:
     def arrive(self, worker: SimulatedWorker) -> None:
         self.world.arrive(cast(Worker, worker))
 
-    def completed(self, worker: SimulatedWorker) -> None:
+    def completed(self, worker: SimulatedWorker) -> set[tuple[int, int]]:
         """The world has changed the model already."""
+        return set()
 
     # -- its life ----------------------------------------------------------------------------------------------
 

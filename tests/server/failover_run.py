@@ -265,6 +265,8 @@ class World:
             raise BrokenError("not all members have made the last round")
         if any(w.model != ends[0].model for w in ends):
             raise BrokenError("several models at the end")
+        if state.ledger.count > ends[0].model.total():
+            raise BrokenError(f"{state.ledger.count} iterations count, and {ends[0].model.total()} are in the model")
         learned: Counter[str] = Counter()
         made: Counter[str] = Counter()
         counted: Counter[str] = Counter(state.roster.made)

@@ -77,7 +77,7 @@ SAID_AGAIN = ("run", "count", "base", "unheard", "changes", "elapsed_s")
 """What the journal has now and then only, because members say it again, or because it is a time; and its name."""
 
 MEMBER_SAYS_AGAIN = (
-    *("done", "committed", "granted", "sent_nbytes"),
+    *("done", "shared", "committed", "granted", "sent_nbytes"),
     "has",  # it has completed a round, or says so again
     "usual",
 )

@@ -70,6 +70,7 @@ class Exchange:
     expected: set[str]
     arrived: dict[str, SimulatedWorker] = field(default_factory=dict)
     completed: set[str] = field(default_factory=set)
+    model: set[tuple[int, int]] = field(default_factory=set)  # all that its members have learned from
 
 
 class SimulatedRun:
@@ -288,6 +289,7 @@ class SimulatedRun:
         exchange = self._exchanges.setdefault(round.id, Exchange(round, set(self.members_of(round))))
         exchange.arrived[worker.name] = worker
         if set(exchange.arrived) == exchange.expected:
+            exchange.model = set().union(*(w.learned for w in exchange.arrived.values() if self._counts(w, round)))
             broken = self._broken(round) if round.probe and self.happens(self.faults.links) else ()
             for member in exchange.arrived.values():
                 end = functools.partial(self._finish, member, round, broken)
@@ -295,8 +297,33 @@ class SimulatedRun:
         answer = worker.current
         self.after(self.faults.exchange_timeout_s, lambda: worker.current is answer and worker.drop())
 
-    def completed(self, worker: SimulatedWorker) -> None:
-        self._exchanges[worker.round.id].completed.add(worker.name)
+    def completed(self, worker: SimulatedWorker) -> set[tuple[int, int]]:
+        """Note that a worker has completed its round, and return what it has learned from now."""
+        exchange = self._exchanges[worker.round.id]
+        exchange.completed.add(worker.name)
+        own = {each for each in worker.learned if each[0] == worker.incarnation}
+        return exchange.model | (own if self.state.course.schedule.common else set())
+
+    def _counts(self, worker: SimulatedWorker, round: Round) -> bool:
+        """Whether a round takes in what a worker has learned: newcomers take another's model."""
+        rank = round.generation.members.index(worker.name)
+        return rank not in round.new or (round.final and self.state.course.schedule.common)
+
+    @property
+    def codes(self) -> set[str]:
+        """The codes of what the servers have told people."""
+        return {note.code for note in self.notes}
+
+    @property
+    def learned(self) -> int:
+        """How many iterations the run's consensus has learned from."""
+        finals = [e.model for e in self._exchanges.values() if e.round.final and e.completed]
+        return len(finals[-1]) if finals else 0
+
+    @property
+    def reported(self) -> int:
+        """How many iterations workers have reported, those included that were lost."""
+        return self.state.ledger.count - self.state.ledger.base
 
     def unfinished(self) -> set[int]:
         """Return the rounds that not all their members have completed."""

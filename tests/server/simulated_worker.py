@@ -74,6 +74,7 @@ class SimulatedWorker:
         self.slow, self.pauses = run.faults.slow, run.faults.pause
         self.state, self.refused = "joining", ""
         self.seq = self.committed = self.dropped = 0
+        self.learned: set[tuple[int, int]] = set()  # which iterations of which incarnations it has learned from
         self.began = 0  # its place in its own loop of run.own_steps iterations
         self.met: list[Met] = []
         self.current: Go | Stop | None = None
@@ -194,6 +195,7 @@ class SimulatedWorker:
         self.sleep(self.run.slowness_s(self) + self.step_s * self.run.random.uniform(0.5, 1.5))
         self.grants.complete()
         self.run.steps += 1
+        self.learned.add((self.incarnation, self.done))
         self.has_stepped()
         run, faults = self.run, self.run.faults
         if run.own_steps and self.began + self.done >= run.own_steps:
@@ -296,7 +298,7 @@ class SimulatedWorker:
         """Let the round be completed here."""
         if self.state == "exchanging":
             self.committed, self.state = self.round.id, "committed"
-            self.run.completed(self)
+            self.learned = self.run.completed(self)
             self.channel.send(Completed(self.name, self.incarnation, self.round.id))
             self.go_on()
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, assume, example, given
 from hypothesis import strategies as st
 
 from lsgd.algorithms.leader import LeaderSettings
+from lsgd.algorithms.local import LocalSettings
 from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
@@ -48,7 +49,7 @@ def test_clean_run_makes_exactly_its_iterations(
 ) -> None:
     faults = Faults(delay_s=delay_s, double=0.2 * double)
     run = SimulatedRun(plan_for(sizes, periods, limit, lookahead=lookahead), sizes, seed, faults).go()
-    assert run.state.ledger.count == run.steps == limit
+    assert run.state.ledger.count == run.steps == run.learned == limit
     assert sum(w.done for w in run.workers) == limit
     assert not run.failed
     assert {len(answers) for answers in run.answered.values()} == {1}
@@ -85,7 +86,8 @@ def test_anything_may_go_wrong(
     assert run.state.ledger.count <= limit
     unclean = sum((w.name, w.incarnation) not in run.clean_leaves for w in run.workers)
     # What was made since the last request that has arrived is lost with its worker.
-    assert 0 <= run.steps - run.state.ledger.count <= unclean * (1 + 2 * lookahead)
+    assert 0 <= run.steps - run.reported <= unclean * (1 + 2 * lookahead)
+    assert run.state.ledger.count <= run.learned or not run.learned or "no_holder" in run.codes
 
 
 @simulated
@@ -113,9 +115,10 @@ def test_a_global_server_that_is_killed_and_started_again_makes_exactly_its_iter
     run = SimulatedRun(plan_for(sizes, periods, limit, lookahead=lookahead), sizes, seed, faults).go()
     assume(run.kills)
     assert run.state.run == "run"
-    assert run.state.ledger.count == run.steps == sum(w.done for w in run.workers) == limit
+    assert run.reported == run.steps == sum(w.done for w in run.workers)
+    assert run.state.ledger.count == limit <= run.learned
     if not pause:  # nobody but the server fails: so does no round, and the generation stays the first
-        assert not run.failed and not run.unfinished()
+        assert run.steps == limit and not run.failed and not run.unfinished()
         assert {r.generation.number for r in run.rounds.values() if not r.final} <= {1}
         (final,) = {w.stopped_with.id for w in run.workers if w.stopped_with}
         assert run.rounds[final].final and len(run.rounds) == final
@@ -133,7 +136,8 @@ def test_anything_may_go_wrong_while_the_global_server_is_killed_too(
     assert run.state.ledger.count <= limit
     unclean = [w for w in run.workers if (w.name, w.incarnation) not in run.clean_leaves]
     most = sum(1 + 2 * lookahead + run.forgotten[w.name, w.incarnation] for w in unclean)
-    assert 0 <= run.steps - run.state.ledger.count <= most
+    assert 0 <= run.steps - run.reported <= most
+    assert run.state.ledger.count <= run.learned or not run.learned or "no_holder" in run.codes
     assert run.unfinished() <= run.failed
 
 
@@ -170,7 +174,7 @@ def test_broken_links_end_no_run_and_cost_no_iteration(
     assume(run.cuts)
     assert run.state.ledger.count <= 200 and not run.state.in_vain
     unclean = sum((w.name, w.incarnation) not in run.clean_leaves for w in run.workers)
-    assert 0 <= run.steps - run.state.ledger.count <= unclean * (1 + 2 * lookahead)
+    assert 0 <= run.steps - run.reported <= unclean * (1 + 2 * lookahead)
 
 
 @simulated
@@ -185,13 +189,55 @@ def test_a_slow_worker_costs_the_others_no_more_than_their_patience(
     run.workers[0].slow = 0.1
     run.go()
     assume(run.stragglers)
-    # What it was granted may be out when the run ends, and counts if it comes before all have left.
+    # What it was granted may be out when the run ends.
     out = 1 + (0 if lockstep else lookahead)
-    assert run.state.ledger.count <= run.steps <= run.state.ledger.count + out
+    assert run.reported <= run.steps <= run.reported + out
+    assert run.state.ledger.count <= run.learned
     assert 0 <= 300 - run.state.ledger.count <= out + lockstep * (sum(sizes) - 1)
     # Each slow step costs the others their patience once at most; the rest is what they train and exchange.
     assert run.now <= 300 * (0.75 + 0.3) + run.slow_steps * (5.0 + 1.0) + 30.0
     assert not run.failed
+
+
+@simulated
+@given(
+    *(queues, st.integers(1, 12), lookaheads, seeds, st.integers(50, 400)),
+    *(st.sampled_from([0.0, 0.05, 0.2]), st.sampled_from([0.0, 0.02]), st.sampled_from([0.0, 0.01]), st.booleans()),
+)
+def test_the_count_is_what_the_consensus_has_learned_from(
+    sizes: list[int],
+    period: int,
+    lookahead: int,
+    seed: int,
+    limit: int,
+    pause: float,
+    slow: float,
+    crash: float,
+    common: bool,
+) -> None:
+    """Workers miss rounds, because they evaluate, are slow or die; what they lose, the run makes again."""
+    algorithm = LocalSettings(period=period) if common else LeaderSettings(period=period, local_period=period)
+    plan = make_plan(algorithm=algorithm, workers=sum(sizes), iterations=limit, lookahead=lookahead, patience_s=5.0)
+    run = SimulatedRun(plan, sizes, seed, Faults(double=0.1, pause=pause, slow=slow, crash=crash)).go()
+    assert run.learned == run.state.ledger.count or not run.learned or "no_holder" in run.codes
+    lost = run.reported - run.state.ledger.count
+    assert lost == 0 or pause or slow or crash
+    if not (slow or crash):  # nobody's iterations are out when the run ends
+        assert run.state.ledger.count == limit and (lost == 0 or not common)
+
+
+def test_what_a_worker_loses_by_missing_rounds_is_made_again() -> None:
+    """With a model that all know it loses nothing."""
+    lost = {}
+    for algorithm in (LeaderSettings(period=4, local_period=4), LocalSettings(period=4)):
+        plan = make_plan(algorithm=algorithm, workers=2, iterations=200)
+        run = SimulatedRun(plan, [2], 1)
+        run.workers[0].pauses = 0.1
+        run.go()
+        lost[algorithm.name] = run.steps - 200
+        assert run.state.ledger.count == run.learned == 200
+        assert ("loses" in run.codes) == bool(lost[algorithm.name])
+    assert lost["leader"] > 0 and lost["local"] == 0
 
 
 @simulated

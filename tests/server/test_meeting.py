@@ -321,17 +321,17 @@ def test_a_caller_takes_part_in_rounds_until_all_have_come() -> None:
 
 
 def before_gradients(*places: str) -> Bench:
-    """Return a run whose first worker waits in a call, and whose next phase exchanges gradients."""
+    """Return a run in the last round before a phase that exchanges gradients."""
     phases = (PlanPhase(LocalSettings(period=1), 2 * len(places)), PlanPhase(AllReduceSettings()))
     bench = started(*places, plan=Plan(RunSettings(workers=len(places)), phases))
     bench.ask_all(*places)
     bench.complete_all(*places)
-    meet(bench, places[0], v=1.0)
     return bench
 
 
 def test_who_waits_in_a_call_stays_in_the_run_when_a_phase_of_gradients_begins() -> None:
     bench = before_gradients("00", "01")
+    meet(bench, "00", v=1.0)
     bench.ask("01")
     assert bench.state.course.algorithm.name == "allreduce"
     assert bench.round("01").generation.members == ("node0/worker1",)
@@ -344,7 +344,9 @@ def test_who_waits_in_a_call_stays_in_the_run_when_a_phase_of_gradients_begins()
 def test_who_has_the_model_alone_and_waits_in_a_call_stays_when_a_phase_of_gradients_begins() -> None:
     bench = before_gradients("00", "01")
     bench.join("02")
-    bench.leave("01", did=True)
+    bench.ask("00")
+    bench.leave("01")  # and so the other makes its iteration
+    meet(bench, "00", v=1.0)
     bench.ask("02")
     assert bench.member("00").state is MemberState.PAUSED and bench.member("02").held
     bench.tick()

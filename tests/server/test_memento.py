@@ -111,7 +111,7 @@ def test_a_pause_after_an_answer_that_the_journal_does_not_know_lets_the_others_
     assert len(bench.roster.within(MemberState.PAUSED)) == 1
     bench.ask("01")
     assert bench.round("01").generation.members == ("node0/worker1",)
-    assert bench.ledger.count == 3
+    assert bench.ledger.count == 1 and bench.ledger.count - bench.ledger.base == 3
 
 
 def test_a_paused_worker_is_still_away_and_its_return_is_kept() -> None:

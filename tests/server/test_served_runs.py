@@ -151,7 +151,7 @@ def test_a_worker_that_computes_for_too_long_is_evicted_and_comes_back() -> None
     run.until(lambda: len(live(run)) == 1)
     run.trains(60)
     run.until(lambda: len(live(run)) == 2)
-    assert finish(run) == run.steps
+    assert finish(run) == run.learned
 
 
 def test_a_pause_that_is_not_heard_costs_the_others_their_patience(monkeypatch) -> None:
@@ -163,7 +163,7 @@ def test_a_pause_that_is_not_heard_costs_the_others_their_patience(monkeypatch) 
     away.pauses = 0.0
     run.until(lambda: len(live(run)) == 2)
     run.trains(60)
-    assert finish(run) == run.steps
+    assert finish(run) == run.learned
 
 
 def test_a_node_that_is_cut_off_is_evicted_and_the_others_train_on() -> None:

@@ -236,7 +236,7 @@ def test_who_has_completed_a_later_round_is_in_the_open_one_no_more() -> None:
     assert list(bench.book.open) == [2]
     bench.committed["20"] = 3
     bench.ask("20", wants=wants.More())
-    assert not bench.book.open and "node2/worker0: it skipped the round" in bench.notes[0]
+    assert not bench.book.open and "node2/worker0: it skipped the round" in bench.notes[1]
 
 
 def test_if_all_have_learned_more_than_the_copy_counts_the_most_advanced_model_goes_on() -> None:

@@ -97,8 +97,8 @@ class ProgressEstimate:
 
     Answers give it exactly, but one may cover many iterations. In between, each iteration of this worker counts as much
     as those before it (at first, an equal share); time counts if the plan ends by time. The estimate never falls: if
-    it is ahead of an answer, it waits. Only if the run goes back to a checkpoint, an answer is below the last one, and
-    the estimate follows.
+    it is ahead of an answer, it waits. Only if the run goes back to a checkpoint, or has lost iterations, an answer is
+    below the last one, and the estimate follows.
     """
 
     def __init__(

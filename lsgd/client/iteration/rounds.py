@@ -330,12 +330,13 @@ class Rounds:
 
     def _say_lost(self) -> None:
         """Say what a worker that has missed rounds loses, unless the algorithm has a common model to add it to."""
-        algorithm, lost = self._replica.algorithm, self.grants.done - self._exchanged_at
-        if self.committed and lost and not (algorithm.settings.schedule().identical or algorithm.common_model()):
+        settings, lost = self._replica.algorithm.settings, self.grants.done - self._exchanged_at
+        schedule = settings.schedule()
+        if self.committed and lost and not (schedule.identical or schedule.common):
             logger.info(
                 "%s has missed a round, and comes back with another worker's model: %s has no place for the %d "
-                "iterations that it has made since round %d, so they are lost",
-                *(self._who[0], algorithm.settings.name, lost, self.committed),
+                "iterations that it has made since round %d, so they are lost, and do not count",
+                *(self._who[0], settings.name, lost, self.committed),
             )
 
     def _land_before_leaving(self) -> None:
