@@ -79,6 +79,9 @@ def check(program: Program, python: str, folder: Path, points: str = ALL) -> dic
     began = time.monotonic()
     _run(commands, variables(program) | {"TMPDIR": str(folder)}, 2 * DEADLINE_S, (0, 1))
     seconds = round(time.monotonic() - began, 1)
+    for own in commands:
+        if not (own / "check.json").exists():
+            raise RunFailedError(f"lsgd check has judged nothing:\n{_last(_said(own))}")
     judged = [each for own in commands for each in json.loads((own / "check.json").read_text())]
     judged.sort(key=lambda each: int(each["point"]))
     return {
