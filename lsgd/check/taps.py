@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections import deque
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -113,8 +114,9 @@ def _rows(rows: Any) -> list[int] | None:
 def tap_files(note: Note, scratch: str) -> None:
     """Note each file that the script opens to write.
 
-    torch.save and safetensors write by themselves, so their calls are noted. A file that was written under another name
-    has the one that it gets. A link to a file of the user's is removed before: the script writes a file of its own.
+    torch.save and safetensors write by themselves, so their calls are noted; what torch.compile writes is not. A file
+    that was written under another name has the one that it gets. A link to a file of the user's is removed before: the
+    script writes a file of its own.
 
     Args:
         note: see :data:`Note`.
@@ -137,7 +139,9 @@ def tap_files(note: Note, scratch: str) -> None:
         inside = True
         try:
             path = os.path.abspath(os.fsdecode(path))
-            if not path.startswith(("/dev/", "/proc/", "/sys/", scratch)) and (where := here(sys._getframe(1))):
+            if path.startswith(("/dev/", "/proc/", "/sys/", scratch)) or _compiles(sys._getframe(1)):
+                return
+            if where := here(sys._getframe(1)):
                 unlink(path)
                 written.add(path)
                 note("file", path=path, where=where, by="open")
@@ -169,6 +173,13 @@ def tap_files(note: Note, scratch: str) -> None:
                 note("file", path=path, where=here(), by=by)
 
         setattr(owner, name, functools.wraps(save)(saved))
+
+
+def _compiles(frame: FrameType | None) -> bool:
+    """Whether torch.compile is at work, whose files all workers share."""
+    while frame is not None and not str(frame.f_globals.get("__name__", "")).startswith("torch._inductor"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def tap_seeds(note: Note) -> None:

@@ -1,6 +1,8 @@
 """Files of each kind that scripts save: their tensors are found, by the names that the model has for them."""
 
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -69,3 +71,21 @@ def test_other_files_have_none(content, tmp_path) -> None:
 def test_a_file_that_is_gone_has_none(tmp_path) -> None:
     assert loaded(tmp_path / "epoch1.ckpt") == {}
     assert loaded(tmp_path) == {}
+
+
+WRITES = """
+from lsgd.check.taps import tap_files
+
+tap_files(lambda kind, **about: print(about["path"].rpartition("/")[2]), "/nowhere")
+names = {"__name__": "torch._inductor.codecache"}
+exec("def write(path): open(path, 'w').close()", names)
+names["write"]("kernel.cpp")
+open("own.txt", "w").close()
+"""
+
+
+def test_what_torch_compile_writes_is_not_the_scripts(tmp_path) -> None:
+    (tmp_path / "script.py").write_text(WRITES)
+    command = [sys.executable, "script.py"]
+    assert subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout == "own.txt\n"
+    assert (tmp_path / "kernel.cpp").exists()
