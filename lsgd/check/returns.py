@@ -136,11 +136,11 @@ def _inside(own: Sequence[float], rates: Sequence[Sequence[float]]) -> bool:
 
 def _noise_apart(expected: Mapping[int, Taught], life: Life, verdict: Verdict) -> Iterator[Finding]:
     """Yield a finding if a resumed worker draws again what it has drawn; note other numbers than without a stop."""
-    taught = list(life.taught)[1:]  # the first one's numbers may be restored within the step, if it is a closure's
+    first, *taught = life.taught  # the first one's numbers may be restored within the step, if it is a closure's
     apart = [each for each in taught if _other_noise(each, expected.get(each.step["place"]))]
     if not taught or not apart:
         return
-    begun = {tuple(each.step["noise"]) for place, each in expected.items() if place < taught[0].step["place"]}
+    begun = {tuple(each.step["noise"]) for place, each in expected.items() if place < first.step["place"]}
     if len(begun & {tuple(each.step["noise"]) for each in taught}) > 1:
         seeds = [fact for fact in life.of("seed") if fact["where"]]
         where = seeds[-1]["where"] if seeds else taught[0].step["where"]

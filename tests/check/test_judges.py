@@ -322,6 +322,22 @@ def test_random_numbers_that_begin_anew_after_a_resume() -> None:
     says(resume(Story().steps(8), Story().steps(4), story), 25, "it draws the random numbers of its first steps again")
 
 
+def test_a_stop_between_two_passes_of_a_script_that_draws_in_none_of_its_steps() -> None:
+    """A pass draws a number as it begins, so after a stop between two the steps have the state of the one before."""
+
+    def two_steps(story: Story, drawn: int) -> Story:
+        return story.steps(2, noise=[f"{drawn} drawn", "", ""])
+
+    alone, half = Story(), Story()
+    for drawn in range(4):
+        two_steps(alone, drawn)
+    for drawn in range(2):
+        two_steps(half, drawn)
+    story = back().step(noise=["0 drawn", "", ""])  # as at its beginning; restored within the step
+    verdict = resume(alone, half, two_steps(story.step(noise=["1 drawn", "", ""]), 2))
+    assert is_right(verdict) and "random numbers differ from step 5 on" in verdict.notes[0]
+
+
 def test_rates_by_progress_may_be_a_step_off() -> None:
     def story(begin: int, end: int, off: int = 0) -> Story:
         made = Story(0, step=begin).tell("read", name="step", where=at(20))
