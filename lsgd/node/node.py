@@ -5,15 +5,16 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lsgd.errors import ConfigError, EvictedError, NotTrainedError, OutlierError, RunOverError, ServerLostError
 from lsgd.node.allegiance import Event, State
+from lsgd.node.children import Children
 from lsgd.node.following import SERVE_AGAIN_S
 from lsgd.node.local_server import LocalServer
 from lsgd.node.panel import Panel
 from lsgd.node.process import Child, Command, Role, Running, cannot_start
-from lsgd.node.restarts import RESTART_WINDOW_S, Restart, Restarts
+from lsgd.node.restarts import RESTART_WINDOW_S, Restart
 from lsgd.node.screen import show
 from lsgd.protocol.processes import Orphans
 from lsgd.protocol.sockets import wait_for
@@ -49,6 +50,36 @@ class _Step:
     patience_s: float
     number: signal.Signals | None = None
     clean: bool = False
+
+
+@dataclass
+class _Way:
+    """How far the node is on its way to the end: the step that it takes, until when, and those after it."""
+
+    step: _Step | None = None
+    deadline_s: float = 0.0
+    steps: deque[_Step] = field(default_factory=deque)
+
+    def next(self, now: float) -> _Step:
+        """Take the next step."""
+        self.step = self.steps.popleft()
+        self.deadline_s = now + self.step.patience_s
+        return self.step
+
+
+@dataclass
+class _Ended:
+    """How processes have ended otherwise than by training to the end.
+
+    Args:
+        failed: the first that failed, and so ends the node.
+        early: workers that left before the end of the run.
+        late: workers whose last process joined after it.
+    """
+
+    failed: Child | None = None
+    early: set[str] = field(default_factory=set)
+    late: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -105,48 +136,42 @@ class Node:
     ) -> None:
         self._name = name
         self._commands = commands
-        self._local = local
-        self._start_process = start
         self._say = say
         self._clock = clock
         self._now = clock()
-        self._panel = panel
         self._shared = shared
-        self._serve, self._following = serve, following
-        self._children: list[Child] = []
-        self._dropped: list[Child] = []  # killed, and no part of the node any more
-        self._failed: Child | None = None
-        self._early: set[str] = set()  # workers that left before the end of the run
-        self._late: set[str] = set()  # and those whose last process joined after it
+        self._following = following
+        self._stage = Stage(local, (), panel, serve)
+        self._children = Children(start)
+        self._ended = _Ended()
         self._signalled: signal.Signals | None = None
-        self._step: _Step | None = None
-        self._steps: deque[_Step] = deque()
-        self._deadline_s = self._stage_over_at = 0.0
-        self._restarts = Restarts()
-        self._due: dict[str, float] = {}  # when to restart it, by name
+        self._way = _Way()
+        self._stage_over_at = 0.0
+
+    @property
+    def _local(self) -> LocalServer:
+        return self._stage.local
 
     def run(self, signals: Ending) -> None:
         """Run all processes until they have ended, or ``signals`` say that this node is to end."""
         local = next((c.environment.get("LSGD_LOCAL", "") for c in self._commands if c.role is Role.WORKER), "")
-        orphans = Orphans(
-            f"LSGD_LOCAL={local}", lambda: [child.process.pid for child in (*self._children, *self._dropped)]
-        )
+        orphans = Orphans(f"LSGD_LOCAL={local}", lambda: self._children.pids)
         try:
             self.begin()
-            if self._panel:
-                self._panel.start()
+            if self._stage.panel:
+                self._stage.panel.start()
             while self.turn(signals):
                 wait_for(TICK_S, *self._local.sources, signals.wakeup)
                 signals.wakeup.clear()
                 orphans.reap()
             self._local.close()
         finally:
-            for child in self._alive():
+            for child in self._children.alive():
                 child.send(signal.SIGKILL)
             if left := orphans.end(ORPHAN_PATIENCE_S):
                 self._say(f"ended what the workers' scripts had left running: processes {left}")
-            if self._panel:
-                self._panel.close()
+            if self._stage.panel:
+                self._stage.panel.close()
 
     def begin(self) -> None:
         """Start all processes."""
@@ -168,9 +193,9 @@ class Node:
             self._stop(signal.Signals[signals.received.pop(0)])
         self._reap()
         self._match_servers()
-        if self._local.next_is_due and self._step is None:
+        if self._local.next_is_due and self._way.step is None:
             self._begin_next()
-        if self._local.failure and (self._step is None or self._step.clean):
+        if self._local.failure and (self._way.step is None or self._way.step.clean):
             self._say(f"{self._name}: {self._local.failure}")
             self._end(self._ends())
         self._start_again()
@@ -179,30 +204,30 @@ class Node:
     def _begin_next(self) -> None:
         """Begin the next stage of the run, once the servers of this one have ended."""
         assert self._following is not None
-        old = [child for child in self._children if child.role.serves or child.role is Role.OBSERVER]
+        old = [child for child in self._children.here if child.role.serves or child.role is Role.OBSERVER]
         self._stage_over_at = self._stage_over_at or self._now
         patient = self._now - self._stage_over_at < OBSERVE_PATIENCE_S
         if patient and any(child.status is None for child in old if child.role is not Role.RELAY):
             return
         self._stage_over_at = 0.0
-        self._drop(old)
-        if self._panel:
-            self._panel.close()
-        workers = [child for child in self._children if child.role is Role.WORKER]
+        self._children.drop(old)
+        if self._stage.panel:
+            self._stage.panel.close()
+        workers = [child for child in self._children.here if child.role is Role.WORKER]
         try:
-            stage = self._following(sum(child.status is None or child.name in self._due for child in workers))
+            stage = self._following(sum(child.status is None or child.name in self._children.due for child in workers))
         except ConfigError as error:
             self._say(f"the next stage cannot begin: {error}")
             self._end_cleanly()
             return
-        self._local, self._panel, self._serve = stage.local, stage.panel, stage.serve
+        self._stage = stage
         self._say(f"{self._name}: stage {stage.local.stage} of the run begins")
         kept = [command for command in self._commands if command.role in (Role.WORKER, Role.PAGE)]
         for number, command in enumerate(stage.commands, start=len(kept)):
             self._start(command, number)
         self._commands = [*kept, *stage.commands]
-        if self._panel:
-            self._panel.start()
+        if self._stage.panel:
+            self._stage.panel.start()
 
     @property
     def serves(self) -> bool:
@@ -211,65 +236,47 @@ class Node:
 
     def _match_servers(self) -> None:
         """Start this node's servers, or end them, as its allegiance says."""
-        state, servers = self._local.allegiance.state, [child for child in self._children if child.role.serves]
+        state, servers = self._local.allegiance.state, [child for child in self._children.here if child.role.serves]
         if servers and not state.servers:
-            self._drop(servers)
+            self._children.drop(servers)
             self._say(f"{self._name} {state.means}; its own servers are ended")
-        elif state is State.CLAIMING and not servers and self._step is None:
+        elif state is State.CLAIMING and not servers and self._way.step is None:
             self._take_over()
 
     def _take_over(self) -> None:
         """Start the servers with which this node serves the run, because the node that did is gone."""
-        before = len(self._children)
+        before = len(self._children.here)
         try:
-            commands = self._serve()
+            commands = self._stage.serve()
             for number, command in enumerate(commands, start=len(self._commands)):
                 self._start(command, number)
         except (ConfigError, OSError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             self._say(f"this node cannot serve the run: {why}; it tries again in {SERVE_AGAIN_S:g} s")
             self._local.following.upon(Event.FAILED)
-            self._drop(self._children[before:])
+            self._children.drop(self._children.here[before:])
             return
         self._commands = [*self._commands, *commands]
-
-    def _drop(self, children: Sequence[Child]) -> None:
-        """Kill processes that are no part of this node any more."""
-        for child in children:
-            child.send(signal.SIGKILL)
-            self._due.pop(child.name, None)
-            self._children.remove(child)
-        self._dropped += children
-
-    def _alive(self, *roles: Role) -> list[Child]:
-        """Return the processes of these roles, or all, that run."""
-        return [child for child in self._children if child.status is None and child.role in (roles or Role)]
-
-    def _named(self, name: str) -> Child:
-        return next(child for child in self._children if child.name == name)
 
     # -- starting ----------------------------------------------------------------------------------------------
 
     def _start(self, command: Command, number: int) -> None:
-        process = self._start_process(command, number, command.name in self._restarts)
-        self._children.append(Child(command, number, process, self._now))
-        self._local.workers.processes.watch(command.name, process.pid)
+        child = self._children.start(command, number, self._now)
+        self._local.workers.processes.watch(command.name, child.process.pid)
 
     def _start_again(self) -> None:
-        for name in [name for name, due_s in self._due.items() if due_s <= self._now]:
-            del self._due[name]
-            dead = self._named(name)
+        for dead in self._children.take_due(self._now):
             try:
                 self._start(dead.command, dead.number)
             except OSError as error:
-                self._say(f"{name} cannot be restarted: {error.strerror}")
+                self._say(f"{dead.name} cannot be restarted: {error.strerror}")
                 if dead.role.auxiliary:
                     self._lose(dead)
                 elif not self._schedule_restart(dead):
                     self._fail(dead)
                 continue
-            self._children.remove(dead)
-            if dead.role is Role.SERVER and self._step and self._step.clean:
+            self._children.here.remove(dead)
+            if dead.role is Role.SERVER and self._way.step and self._way.step.clean:
                 self._leave_run()  # its predecessor, which knew, is gone
 
     def _schedule_restart(self, child: Child) -> bool:
@@ -277,10 +284,10 @@ class Node:
         if not child.restartable or not self._is_wanted(child):
             return False
         evicted = child.status == EvictedError.exit_code
-        restart = self._restarts.evicted(child.name) if evicted else self._died(child)
+        restart = self._children.restarts.evicted(child.name) if evicted else self._died(child)
         if restart is None:
             return False
-        self._due[child.name] = self._now + restart.wait_s
+        self._children.due[child.name] = self._now + restart.wait_s
         when = f"in {restart.wait_s:g} s" if restart.wait_s else "now"
         limit = f" ({restart.left} more restarts within {RESTART_WINDOW_S / 60:g} minutes)"
         self._say(f"{child.name} {child.how_it_ended}; restarting it {when}{'' if evicted else limit}")
@@ -292,25 +299,25 @@ class Node:
         last_s = heard_at if child.role is Role.SERVER else rounds_at.get(child.name)
         worked = last_s is not None and last_s > child.started_at
         most, serves = child.command.restarts, child.role.serves
-        return self._restarts.died(child.name, self._now, most, worked=worked, serves=serves)
+        return self._children.restarts.died(child.name, self._now, most, worked=worked, serves=serves)
 
     def _is_wanted(self, child: Child) -> bool:
         """Whether a restarted process would have anything to do."""
-        if self._step is not None:
-            return self._step.clean and child.role.serves
+        if self._way.step is not None:
+            return self._way.step.clean and child.role.serves
         evicted = child.status == EvictedError.exit_code  # on joining it learns that the run is over
         return evicted or child.role is Role.SERVER or not self._is_over or self._local.of_run.wanted
 
     @property
     def _is_over(self) -> bool:
-        ended = any(child.role is Role.SERVER and child.status == 0 for child in self._children)
+        ended = any(child.role is Role.SERVER and child.status == 0 for child in self._children.here)
         return ended or self._local.of_run.over
 
     # -- watching ----------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        self._dropped = [child for child in self._dropped if not child.has_ended(self._now)]
-        for child in self._alive():
+        self._children.dropped = [child for child in self._children.dropped if not child.has_ended(self._now)]
+        for child in self._children.alive():
             if not child.has_ended(self._now):
                 continue
             if child.role.auxiliary:
@@ -333,13 +340,13 @@ class Node:
 
     def _judge(self, child: Child) -> None:
         """Check whether a worker whose script ended without an error has trained to the end of the run."""
-        self._early.discard(child.name)
+        self._ended.early.discard(child.name)
         if self._heard_the_end(child):
             return
         if child.name not in self._local.workers.joined:
             child.status = NotTrainedError.exit_code
             return
-        self._early.add(child.name)
+        self._ended.early.add(child.name)
         self._say(
             f"{child.name} left before the end of the run and has no consensus model: with lsgd.wrap, call "
             f"worker.finish() after the loop; with worker.batches, train until worker.stopped, because the plan "
@@ -351,22 +358,22 @@ class Node:
 
     def _fail(self, child: Child) -> None:
         odd = child.status == OutlierError.exit_code and child.role is Role.WORKER and not self._heard_the_end(child)
-        if odd and self._step is None and self._is_needed:
-            self._early.add(child.name)
+        if odd and self._way.step is None and self._is_needed:
+            self._ended.early.add(child.name)
             self._say(f"{child.name} {child.how_it_ended}; the run continues without it (see {child.command.log})")
             return
         if child.status == RunOverError.exit_code and child.role is Role.WORKER:
-            self._late.add(child.name)
+            self._ended.late.add(child.name)
             self._say(f"{child.name} {child.how_it_ended}")
             return
         self._say(f"{child.name} {child.how_it_ended}")
         if child.role is Role.SERVER and self._local.allegiance.may(Event.FAILED):
             self._local.following.upon(Event.FAILED)
             return
-        self._failed = self._failed or child
+        self._ended.failed = self._ended.failed or child
         if child.role is Role.SERVER or child.status == ServerLostError.exit_code:
             self._local.workers.give_up()  # the others would wait for an answer that will not come
-        if self._step is None:
+        if self._way.step is None:
             self._end_cleanly()
 
     def _stop(self, number: signal.Signals) -> None:
@@ -376,7 +383,7 @@ class Node:
             self._end([_Step(tuple(Role), KILL_PATIENCE_S, signal.SIGKILL)])
             return
         self._signalled = number
-        if self._step:
+        if self._way.step:
             self._say(f"{number.name}: the run is already ending; a second signal kills it at once")
             return
         self._say(f"{number.name}: stopping the run, within {STOP_PATIENCE_S:g} s; a second signal kills it at once")
@@ -386,22 +393,24 @@ class Node:
 
     def _end_cleanly(self) -> None:
         """Let the workers complete their last round and save; then end all processes."""
-        for name in [name for name in self._due if self._named(name).role is Role.SERVER]:
+        for name in self._children.due_of(Role.SERVER):
             self._say(f"restarting {name} now, to tell it that the run ends")
-        self._due = {name: 0.0 for name in self._due if self._named(name).role is not Role.WORKER}
+        others = set(Role) - {Role.WORKER}
+        self._children.due = dict.fromkeys(self._children.due_of(*others), 0.0)
         self._leave_run()
         self._end([_Step((Role.SERVER, Role.WORKER), STOP_PATIENCE_S, clean=True), *self._ends()])
 
     def _leave_run(self) -> None:
         """Ask for the end of the run; on a node without its server, only for this node's."""
-        why = f"{self._failed.name} {self._failed.how_it_ended}" if self._failed else ""
+        failed = self._ended.failed
+        why = f"{failed.name} {failed.how_it_ended}" if failed else ""
         if self._signalled:
             why = f"lsgd launch of {self._name} got {self._signalled.name}"
         if not self.serves:
             self._local.end(why)
         elif not self._is_over:
             self._local.stop_run(why)
-        for child in self._alive(Role.SERVER):
+        for child in self._children.alive(Role.SERVER):
             child.is_ending = True
 
     def _ends(self) -> Iterator[_Step]:
@@ -412,14 +421,14 @@ class Node:
             yield _Step((role,), KILL_PATIENCE_S, signal.SIGKILL)
 
     def _end(self, steps: Iterator[_Step] | Sequence[_Step]) -> None:
-        self._steps = deque(steps)
+        self._way.steps = deque(steps)
         self._take_step()
 
     def _advance(self) -> bool:
         """Take the next steps whose time has come; return whether there is anything left to wait for."""
-        if self._step is None and not self._is_needed:
+        if self._way.step is None and not self._is_needed:
             self._end(self._ends())
-        while self._step and self._is_done(self._step):
+        while self._way.step and self._is_done(self._way.step):
             if not self._take_step():
                 return False
         return True
@@ -428,38 +437,37 @@ class Node:
     def _is_needed(self) -> bool:
         """Whether the node has a worker, or serves other nodes' workers."""
         roles = (Role.WORKER, Role.SERVER) if self._shared and self.serves else (Role.WORKER,)
-        return bool(self._alive(*roles) or any(self._named(name).role in roles for name in self._due))
+        return bool(self._children.alive(*roles) or self._children.due_of(*roles))
 
     @property
     def _server_is_gone(self) -> bool:
         """Whether the global server was this node's, and has ended for good."""
-        due = any(self._named(name).role is Role.SERVER for name in self._due)
-        return self.serves and not self._alive(Role.SERVER) and not due
+        children = self._children
+        return self.serves and not children.alive(Role.SERVER) and not children.due_of(Role.SERVER)
 
     def _is_done(self, step: _Step) -> bool:
         """Whether its time is up, or it has nothing left to wait for."""
-        if self._now >= self._deadline_s:
+        if self._now >= self._way.deadline_s:
             return True
         if step.clean:
             return not self._is_needed or (self._server_is_gone and not self._is_over)
-        if self._alive(*step.roles):
+        if self._children.alive(*step.roles):
             return False
         says_so = Role.SERVER in step.roles and step.number is not signal.SIGKILL
         return not says_so or self._server_is_gone or self._local.finished
 
     def _take_step(self) -> bool:
         """Take the next step; return False if there is none."""
-        if not self._steps:
-            self._step = self._step or _Step((), 0.0)
-            if left := ", ".join(f"{child.name} (process {child.process.pid})" for child in self._alive()):
+        if not self._way.steps:
+            self._way.step = self._way.step or _Step((), 0.0)
+            if left := ", ".join(f"{child.name} (process {child.process.pid})" for child in self._children.alive()):
                 self._say(f"still running after SIGKILL: {left}")
             return False
-        step = self._step = self._steps.popleft()
-        self._deadline_s = self._now + step.patience_s
+        step = self._way.next(self._now)
         if step.clean:
             return True
-        self._due.clear()
-        targets = self._alive(*step.roles)
+        self._children.due.clear()
+        targets = self._children.alive(*step.roles)
         if step.roles == (Role.WORKER,) and not step.number and targets:
             self._give_up(targets)
         if step.roles == (Role.SERVER,) and step.number is signal.SIGTERM:
@@ -494,7 +502,7 @@ class Node:
         :class:`RunOverError`'s if all joined too late. The end
         is ``failed`` or ``stopped``; empty: what the servers say.
         """
-        if failed := self._failed:
+        if failed := self._ended.failed:
             assert failed.status is not None
             status = failed.status if failed.status > 0 else 128 - failed.status
             if failed.role is Role.SERVER and self._local.of_run.outcome:  # it has said why before it ended
@@ -505,13 +513,13 @@ class Node:
         if self._local.failure:
             show(f"\nlsgd launch: {self._name}: {self._local.failure}\n", sys.stderr)
             return 1, "failed", self._local.failure
-        apart = self._early | self._late
-        counted = [child for child in self._children if not child.role.auxiliary and child.name not in apart]
+        apart = self._ended.early | self._ended.late
+        counted = [child for child in self._children.here if not child.role.auxiliary and child.name not in apart]
         if self._signalled and any(child.status != 0 for child in counted):
             return 128 + self._signalled, "stopped", f"{self._signalled.name}; not all processes ended in time"
         workers = {command.name for command in self._commands if command.role is Role.WORKER}
-        if self._early and self._early == workers:
-            if odd := next((child for child in self._children if child.status == OutlierError.exit_code), None):
+        if self._ended.early and self._ended.early == workers:
+            if odd := next((child for child in self._children.here if child.status == OutlierError.exit_code), None):
                 show(odd.report(), sys.stderr)
                 return OutlierError.exit_code, "failed", f"{odd.name} {odd.how_it_ended}"
             return (
@@ -519,9 +527,10 @@ class Node:
                 "failed",
                 "all workers left before the end of the run, so there is no consensus",
             )
-        if self._late == workers:
+        if self._ended.late == workers:
             return RunOverError.exit_code, "failed", "all workers joined too late, so none has trained"
-        if self._alive():
+        if self._children.alive():
             return 1, "failed", "some processes did not end"
-        late = f"; {', '.join(sorted(self._late))} joined too late, and ended without training" if self._late else ""
+        late = ", ".join(sorted(self._ended.late))
+        late = f"; {late} joined too late, and ended without training" if late else ""
         return 0, "", f"{self._local.of_run.outcome}{late}"

@@ -277,7 +277,7 @@ class GlobalDaemon:
         self._nodes: dict[int, _Node] = {}
         self._feed = Feed(self._state.book.elections)
         self._ticked_at = 0.0
-        self._begun_from = (self._state.changes, self._state.ledger.count)
+        self._state.tenure.began_from = (self._state.changes, self._state.ledger.count)
         self._guard = _Guard(watches_memory=watches_memory)
         self._ending: _Farewell | _GivingWay | None = None
         self.exit_code: int | None = None
@@ -461,7 +461,7 @@ class GlobalDaemon:
             raise ProtocolError(f"a copy of the journal that cannot be used: {error}") from None
         version = (state.changes, state.ledger.count)
         known = [[term.number, term.node] for term in before.tenure.terms]
-        if state.run != before.run or term not in known or version <= self._begun_from:
+        if state.run != before.run or term not in known or version <= before.tenure.began_from:
             return
         last = before.book.elections[-1].round if before.book.elections else 0
         state.book.elections.extend([*before.book.elections, *(one for one in rounds if one.round > last)])
@@ -469,7 +469,7 @@ class GlobalDaemon:
         state.roster.changes.count = max(state.changes, before.changes) + 1
         if before.stopping:  # who ordered that has heard that it is done
             endings.stop(state, before.stopping)
-        self._begun_from = version
+        state.tenure.began_from = version
         self.coordinator = Coordinator(state)
         if self._set:
             self.coordinator.change(self._set)

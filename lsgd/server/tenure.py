@@ -32,6 +32,7 @@ class Tenure:
 
     Attributes:
         began_at: when it began, or thawed.
+        began_from: changes and count of the state that it continues.
         guarded: whether a standby would continue the run without this server.
         gives_way: where another part of the run continues, if this one has given up; None: it has not.
         changes: counts those of the terms.
@@ -42,6 +43,7 @@ class Tenure:
     took_over: bool = False
     access: Access = Access()
     began_at: float = 0.0
+    began_from: tuple[int, int] = (0, 0)
     guarded: bool = False
     gives_way: Moved | None = None
     changes: Changes = field(default_factory=Changes)
