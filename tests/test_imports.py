@@ -15,7 +15,7 @@ PACKAGE = ROOT / "lsgd"
 LAYERS = (
     "errors built",
     "lazy output payload processors registry election settings shards probe digests means observer stacks",
-    "scattered",
+    "scattered layers",
     "flat",
     "learning_rate schedulers",
     "protocol",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from lsgd.codecs.base import on_host
 from lsgd.collectives.group import Group
+from lsgd.layers import WHOLE, Layers
 from lsgd.lazy import Lazy, Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings
@@ -87,6 +89,12 @@ class Algorithm:
     agreement: float | None = None
     """How far the members' changes agreed in the last round: the square of their mean's length over the mean of their
     squared lengths, 1 if all are equal, 1/N if the N have nothing in common. None: nobody has compared them."""
+
+    layers: Layers = WHOLE
+    """The layers of the model, as the worker has them."""
+
+    agreements: Mapping[str, float] = MappingProxyType({})
+    """The same by layer, as of the last round that exchanged each; empty: nobody has compared them."""
 
     transfer_s: float = 0.0
     """Seconds that the last exchange took, as far as training can hide it; work that is left to a GPU is not in it."""

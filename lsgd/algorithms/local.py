@@ -22,11 +22,16 @@ from lsgd.collectives.feedback import ErrorFeedback
 from lsgd.collectives.group import Group
 from lsgd.collectives.two_round import chunk_bounds
 from lsgd.errors import ConfigError, OutlierError
+from lsgd.layers import WHOLE, Layers
 from lsgd.lazy import Tensor, no_grad, torch
 from lsgd.protocol.messages import Round
 from lsgd.settings import Schedule, setting
 
 log = logging.getLogger(__name__)
+
+MEASURED_EVERY, MOST_MEASURED = 64, 64
+"""Changes are measured by layer at most once in so many steps, because the page shows no more than a number a second;
+and with more members not at all, because each sends all others two numbers for each layer."""
 
 PIECE_NUMEL = 1 << 19
 """Elements of a change that are measured at a time."""
@@ -292,11 +297,15 @@ class LocalSGD(Delayed):
             models, keep = [(x.to(c.dtype, copy=True), c) for x, c in models], self._kept()
         means = [in_memory(change) for change in changes]
         measured: list[float | Tensor] = [0.0 for _ in range(SUMS * group.size)]
+        starts = [place.start for place in self._fragments[fragment]]
+        layers = self.layers if group.size <= MOST_MEASURED and self._is_measured(order) else WHOLE
 
         def transfer() -> None:
             if order.new and not _any(changes, group):
                 return
-            own = _squared(changes) if changes and (self.settings.rescale or self._judges(group)) else None
+            own: Tensor | None = None
+            if changes and (self.settings.rescale or self._judges(group)):
+                own = _squared(zip(starts, map(in_memory, changes), strict=True), layers, changes[0].device)
             sends = group.rank not in self._left_out(group, order)
             for index, change in enumerate(changes):
                 if not sends:
@@ -306,9 +315,10 @@ class LocalSGD(Delayed):
                 beside = torch.zeros(2, dtype=own.dtype, device=own.device)
                 if self._judges(group) and counts and not self.settings.per_contributor:  # else the sum is unknown
                     beside = zero_unless(finite, self._beside(models, means, changes, fragment, group, sends=sends))
-                squared = _squared(piece for mean in means for _, piece in mean())
+                squared = _squared(zip(starts, means, strict=True), layers, own.device)
                 alone = (self._outliers.usual, now - self._taken_at[fragment])
-                sums = torch.stack([own, squared, *beside, *(torch.full_like(own, each) for each in alone)])
+                facts = [own.sum(), squared.sum(), *beside, *(torch.full_like(own[0], each) for each in alone)]
+                sums = torch.cat([torch.stack(facts), own, squared])
                 gathered = [torch.empty_like(sums) for _ in range(group.size)]
                 group.all_gather(gathered, sums).wait()
                 measured[:] = gathered
@@ -320,6 +330,13 @@ class LocalSGD(Delayed):
         """Count the step, and land the transfer that began ``delay`` steps ago."""
         self._steps += 1
         return super().after_step(parameters)
+
+    def _is_measured(self, order: Round) -> bool:
+        """Whether changes are measured by layer in a round: all of the model, at most every so many steps."""
+        interval = self.settings.schedule().period
+        return (
+            order.exchanges // len(self._fragments) % max(1, MEASURED_EVERY // (interval * len(self._fragments))) == 0
+        )
 
     def _judges(self, group: Group) -> bool:
         """Whether members judge each other's changes."""
@@ -422,9 +439,12 @@ class LocalSGD(Delayed):
             self.replaced = bool(broken)
             if broken:
                 log.warning("round %d: this worker's model is not finite and is replaced by the common one", order.id)
-            rows = (measured[start : start + SUMS] for start in range(0, len(measured), SUMS))
-            sums = [(*lengths, usual / parts, steps / parts) for *lengths, usual, steps in rows]
-            share, own, mean, members = self._lengths(sums, self._left_out(group, order))
+            each = len(measured) // group.size
+            rows = [measured[start : start + each] for start in range(0, len(measured), each)]
+            sums = [(*row[: SUMS - 2], row[SUMS - 2] / parts, row[SUMS - 1] / parts) for row in rows]
+            left_out = self._left_out(group, order)
+            share, own, mean, members = self._lengths(sums, left_out)
+            self._note_layers([row[SUMS:] for row in rows], left_out, share)
             scale = share * _factor(own, mean, members) if self.settings.rescale else share
             self.agreement = mean / own if 0 < mean <= own < math.inf else None
             found: Mapping[int, str] = {}
@@ -475,6 +495,20 @@ class LocalSGD(Delayed):
         share = 1.0 if self.settings.per_contributor else len(sums) / len(counted)
         mean = statistics.fmean(of_mean for _, of_mean, *_ in sums) * share * share
         return share, statistics.fmean(counted), mean, len(counted)
+
+    def _note_layers(self, squares: Sequence[Sequence[float]], left_out: Collection[int], share: float) -> None:
+        """Note how far members agree in each layer: ``squares`` of their own changes, then of the mean, by member."""
+        number = len(squares[0]) // 2
+        if self.layers is WHOLE or number != len(self.layers.names):
+            return
+        counted = [row for rank, row in enumerate(squares) if rank not in left_out]
+        found = dict(self.agreements)
+        for layer, name in enumerate(self.layers.names):
+            own = sum(row[layer] for row in counted) / len(counted)
+            mean = sum(row[number + layer] for row in squares) / len(squares) * share * share
+            if 0 < own < math.inf and mean < math.inf:
+                found[name] = min(1.0, mean / own)  # what rounding had lost before makes a small layer's mean longer
+        self.agreements = found
 
     def _report(self, found: Mapping[int, str], group: Group, order: Round) -> None:
         """Log who is left out from now on, on that member and on one other, and note if this one gives up."""
@@ -565,18 +599,24 @@ def _any(changes: Flat, group: Group) -> bool:
     return any(bool(each) for each in found)
 
 
-def _squared(vectors: Iterable[Tensor]) -> Tensor:
-    """Return the squared length of a change, float64, computed in pieces; finite exactly if all elements are.
+def _squared(changes: Iterable[tuple[int, Mean]], layers: Layers, device: torch.device) -> Tensor:
+    """Return the squared length of a change in each layer, float64, of shape (number of layers,).
 
-    In float32 its last bits, and then the factor's, would depend on how the model is sharded.
+    It is computed in pieces, and finite exactly if all elements are. In float32 its last bits, and then the factor's,
+    would depend on how the model is sharded. ``changes``: of each vector, where it begins in it.
     """
-    found, room = [], None
-    for piece in (piece for x in vectors for piece in torch.split(x, PIECE_NUMEL)):
-        if room is None:
-            room = torch.empty(PIECE_NUMEL, dtype=torch.float64, device=piece.device)
-        wide = room[: len(piece)].copy_(piece)
-        found.append(torch.dot(wide, wide))
-    return torch.stack(found).sum()
+    found, room = [list[Tensor]() for _ in layers.names], None
+    for vector, (start, change) in enumerate(changes):
+        for here, x in change():
+            at = start + here.start
+            for piece in torch.split(x, PIECE_NUMEL):
+                if room is None:
+                    room = torch.empty(PIECE_NUMEL, dtype=torch.float64, device=device)
+                for layer, part in layers.parts(vector, at, room[: len(piece)].copy_(piece)):
+                    found[layer].append(torch.dot(part, part))
+                at += len(piece)
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    return torch.stack([torch.stack(each).sum() if len(each) > 1 else [*each, nothing][0] for each in found])
 
 
 def _is_finite(means: Sequence[Mean], measured: Sequence[float | Tensor]) -> Tensor:

@@ -192,6 +192,10 @@ class Summary:
     nodes: int = 0
 
 
+AGREEMENT = "lsgd/agreement"
+"""The name under which workers log how far their changes agree; with ``/`` and the name of a layer, how far there."""
+
+
 @dataclass(frozen=True, slots=True)
 class RunProgress:
     """How far the run is, every second (less often with more than 1,000 workers).

@@ -22,7 +22,7 @@ PROTOCOL = 13
 MAX_NBYTES = 1 << 20
 """Size of the largest frame that is parsed, in bytes."""
 
-MAX_LOGGED, MAX_LOGGED_NAME = 32, 64
+MAX_LOGGED, MAX_LOGGED_NAME, MAX_OWN = 32, 64, 32
 """Most numbers that a worker reports from its script, and most characters in the name of one."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from lsgd.means import mean_of_finite
 from lsgd.output import append, write_whole
 from lsgd.protocol.events import RoundOrdered, RunProgress, Summary, WorkerProgress
-from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME, MAX_NBYTES, Heartbeat
+from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME, MAX_NBYTES, MAX_OWN, Heartbeat
 from lsgd.run_folder import METRICS, RESULT
 from lsgd.server.next_step import waits_for
 from lsgd.server.roster import Member, Roster, by_place, finite
@@ -94,8 +94,8 @@ def _logged(members: Iterable[Member]) -> dict[str, float]:
     """Return the means of what the live members' scripts logged: over finite numbers, of a bounded set of names."""
     numbers: dict[str, list[float]] = {}
     for spent in (member.spent for member in members if member.live and member.spent):
-        for name, number in islice(spent.logged.items(), MAX_LOGGED):
-            known = name in numbers or (len(numbers) < MAX_LOGGED and len(name) <= MAX_LOGGED_NAME)
+        for name, number in islice(spent.logged.items(), MAX_LOGGED + MAX_OWN):
+            known = name in numbers or (len(numbers) < MAX_LOGGED + MAX_OWN and len(name) <= MAX_LOGGED_NAME)
             if known and math.isfinite(number):
                 numbers.setdefault(name, []).append(number)
     return {name: mean for name in sorted(numbers) if (mean := mean_of_finite(numbers[name])) is not None}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from lsgd.protocol.events import (
+    AGREEMENT,
     Event,
     GenerationBegan,
     Note,
@@ -176,6 +177,7 @@ class RunView:
         workers: workers by name, in the order of node and index, including those that have left.
         ways: pairs of nodes that do not simply dial each other, as in the report.
         logged: numbers that scripts log, by name: the mean over the live workers that have one.
+        agreements: iterations of the run, and how far the workers' changes agreed then in each layer, by its name.
         settings: settings that operators have changed since this view began, by name.
         turns: when, and why, the run's length changed or it went back, the last ones.
         lost: total number of lost events.
@@ -194,6 +196,7 @@ class RunView:
         self._causes: list[str] = []  # of a turn, since the last progress
         self._length = (0, 0)  # iterations made then, and in all
         self.logged: dict[str, float] = {}
+        self.agreements: Series[tuple[int, dict[str, float]]] = Series(MAX_POINTS)
         self.counters = Counters()
         self.connected = False
         self._as_of = 0  # the report includes the events up to this one
@@ -309,15 +312,26 @@ class RunView:
                         worker.mind(time, each.state, "", "")
                 run = what.run
                 self._turn(time, run)
+                self._agree(run.count, what.logged)
                 if run.seconds:
                     self._date(time - run.seconds)
+                began = self._progress and not any(self._progress[-1][1:])  # until then there was no pace
                 if self._progress and run.count < self._progress[-1][1]:  # it went back to a checkpoint
                     self._progress.clear()
+                elif began:
+                    self._progress = deque([self._progress[-1]])
                 self._progress.append((time, run.count, run.progress))
                 while len(self._progress) > 2 and time - self._progress[0][0] > RATE_OVER_S:
                     self._progress.popleft()
                 if len(self._progress) > 1 and not self._progress[0][0] < time:  # the server's clock was set back
                     self._progress = deque([self._progress[-1]])
+
+    def _agree(self, count: int, logged: Mapping[str, float]) -> None:
+        """Keep how far the workers agree in each layer, if a round has changed that."""
+        before = f"{AGREEMENT}/"
+        now = {name.removeprefix(before): x for name, x in logged.items() if name.startswith(before)}
+        if now and (self.agreements.last is None or self.agreements.last[1] != now):
+            self.agreements.add((count, now))
 
     def _turn(self, time: float, run: Summary) -> None:
         """Note if the run has become longer or shorter, or has gone back, for a reason that is known."""

@@ -19,6 +19,16 @@ def test_the_last_of_each_name_counts() -> None:
     assert logged.numbers == {"grad/norm": 2.0}
 
 
+def test_lsgd_s_own_numbers_take_none_of_the_script_s_names() -> None:
+    logged = Logged()
+    logged.note({"lsgd/agreement": 0.5, "lsgd/agreement/h.0": None})
+    logged.add({f"n{i}": float(i) for i in range(32)})
+    assert len(logged.numbers) == 33 and next(iter(logged.numbers)) == "lsgd/agreement"
+    logged.note({"lsgd/agreement/h.0": 0.25})
+    logged.add({"n0": 1.0})
+    assert [*logged.numbers][:2] == ["lsgd/agreement/h.0", "n0"] and len(logged.numbers) == 33
+
+
 @pytest.mark.parametrize(
     ("numbers", "said"),
     [

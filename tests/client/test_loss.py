@@ -35,9 +35,10 @@ def test_a_window_says_why_it_elects_nobody() -> None:
     window = LossWindow(2)
     assert window.trouble() == "has reported no loss"
     window.add(1.0)
-    assert window.trouble() == ""
+    assert window.trouble() == window.broken() == ""
     window.add(math.inf)
     assert window.trouble() == "has reported non-finite losses (mean inf)"
+    assert window.broken().startswith("reports losses that are not finite (inf): lower its learning rate")
 
 
 @pytest.mark.parametrize(

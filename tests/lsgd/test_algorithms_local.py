@@ -1,11 +1,14 @@
 """What local SGD has beside the mean: fragments, a delay, and codecs with error feedback."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from lsgd.algorithms.local import LocalSettings, SparseSettings
 from lsgd.errors import ConfigError, ExchangeError
+from lsgd.layers import layers_of
 from lsgd.testing.simulation import land, simulate
 
 from .reference import Problem, Worker
@@ -127,6 +130,26 @@ def test_how_far_changes_agree(members: int, common: float, agreement: float, co
         return algorithm.agreement
 
     assert simulate([1] * members, member) == [pytest.approx(agreement, rel=0.01)] * members
+
+
+@pytest.mark.parametrize("fragments", [1, 4])
+def test_how_far_changes_agree_in_each_layer(fragments: int) -> None:
+    """All learn the same in the first layer, each something else in the second, and nobody anything in the third."""
+    layers = layers_of([("a.weight", 0, 0), ("b.weight", 0, 1024), ("c.weight", 0, 1536)], [2048])
+
+    def member(group):
+        model = [torch.zeros(2048)]
+        settings = LocalSettings(period=fragments, fragments=fragments, compression="none")
+        algorithm = settings.create(model, "run")
+        algorithm.layers = layers
+        algorithm.reset(model, group, make_round([1, 1]))
+        model[0][:1024] = 1.0
+        model[0][1024 + 256 * group.rank : 1280 + 256 * group.rank] = 1.0
+        for number in range(fragments):
+            land(algorithm.before_forward(model, group, replace(make_round([1, 1]), id=number + 1, exchanges=number)))
+        return algorithm.agreements
+
+    assert simulate([1, 1], member) == [{"a": 1.0, "b": 0.5}] * 2
 
 
 PLAIN = {"period": PERIOD, "rescale": False}

@@ -183,6 +183,21 @@ def test_the_page_says_why_a_run_is_longer_or_shorter_or_went_back():
     ]
 
 
+def test_the_agreement_of_each_layer_is_a_row() -> None:
+    told = Story()
+    logged = [
+        {"lsgd/agreement": 0.5, "lsgd/agreement/h.0": 0.75},
+        {"lsgd/agreement/h.0": 0.75},
+        {"lsgd/agreement/ln": 0.25},
+    ]
+    for k, numbers in enumerate(logged, 1):
+        now = RunProgress(progress_at(k, 10 * k, []).run, (), numbers)
+        told.take(Batch((Event(k, BEGIN + k, now),), 0, True))
+    data = snapshot(told)["agreement"]
+    assert data == {"counts": [10, 30], "layers": ["h.0", "ln"], "rows": [[0.75, None], [None, 0.25]]}
+    assert snapshot(Story())["agreement"] == {"counts": [], "layers": [], "rows": []}
+
+
 def test_rounds_stay_where_they_were_when_the_server_comes_back():
     story = told(10)
     report = REPORT | {"run": "", "stream": {"epoch": "f", "last": 0}}

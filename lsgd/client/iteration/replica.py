@@ -24,6 +24,7 @@ from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.iteration.copies import WeightCopies
 from lsgd.errors import ExchangeError, LsgdError
 from lsgd.flat import FlatParameters, written, written_buffers
+from lsgd.layers import layers_of
 from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
 from lsgd.settings import AlgorithmSettings, same_form
@@ -84,6 +85,7 @@ class Replica:
         self.shared, self.take_shared = checkpoints.shared, checkpoints.take_shared
         run, shard = membership.welcome.run, membership.island.shard
         self._run_id = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
+        self._layers = layers_of([(slot.name, slot.buffer, slot.offset) for slot in flat.slots], flat.layout.lengths)
         self.algorithm = self._create(membership.plan.algorithm)
         self.consensus_distance: float | None = None
         self.leader_model: list[Tensor] = []
@@ -152,7 +154,7 @@ class Replica:
 
     def _create(self, settings: AlgorithmSettings) -> Algorithm:
         algorithm = settings.create(self.flat.buffers, self._run_id)
-        algorithm.muon = is_muon(self.optimizers)
+        algorithm.muon, algorithm.layers = is_muon(self.optimizers), self._layers
         return algorithm
 
     def take_up(self, text: str) -> bool:

@@ -77,6 +77,13 @@ class LossWindow:
             self._values.append(float(host))
         return sum(self._values) / len(self._values) if self._values else None
 
+    def broken(self) -> str:
+        """Return that the mean is not finite, and what to do; empty if it is finite, or not known yet."""
+        mean = self.mean()
+        if mean is None or math.isfinite(mean):
+            return ""
+        return f"reports losses that are not finite ({mean:g}): lower its learning rate, or look at its batches"
+
     def trouble(self) -> str:
         """Return why the mean cannot elect this worker; empty if it can."""
         mean = self.mean()
@@ -86,10 +93,15 @@ class LossWindow:
 
 
 class Logged:
-    """The last number logged under each name, all finite; ``numbers`` is replaced, so that any thread can read it."""
+    """The last number logged under each name, all finite: lsgd's own, then the script's.
+
+    ``numbers`` is replaced, so that any thread can read it.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[str, float] = {}
+        self._of_script: dict[str, float] = {}
+        self._own: dict[str, float] = {}
 
     def add(self, numbers: Mapping[str, Tensor | float]) -> None:
         """Record numbers, all or none. A non-finite number removes its name until a finite one comes.
@@ -97,19 +109,19 @@ class Logged:
         Raises:
             ConfigError: a name or a number is invalid, or there are too many names.
         """
-        merged = self.numbers | numbers_of(numbers, "log")
+        merged = self._of_script | numbers_of(numbers, "log")
         merged = {name: number for name, number in merged.items() if math.isfinite(number)}
         if len(merged) > MAX_LOGGED:
             raise ConfigError(
                 f"log() takes at most {MAX_LOGGED} names in a run, not {len(merged)}: leave some out "
                 f"({', '.join(list(merged)[-3:])}, ...)"
             )
-        self.numbers = merged
+        self._of_script, self.numbers = merged, self._own | merged
 
-    def note(self, name: str, number: float | None) -> None:
-        """Record a number of lsgd's own, unless there is none, or the user has taken all names."""
-        if number is not None and (name in self.numbers or len(self.numbers) < MAX_LOGGED):
-            self.numbers = {**self.numbers, name: number}
+    def note(self, numbers: Mapping[str, float | None]) -> None:
+        """Record lsgd's own numbers, as far as there are any, in place of those before."""
+        self._own = {name: number for name, number in numbers.items() if number is not None}
+        self.numbers = self._own | self._of_script
 
 
 def numbers_of(numbers: Mapping[str, Tensor | float], call: str) -> dict[str, float]:
@@ -286,8 +298,10 @@ class ElectionInput:
             self._probed_at = (committed, done)
         return self._probed
 
-    def trouble(self) -> str:
-        """Return why this worker leads only if nobody has a finite loss; empty if it may lead."""
+    def trouble(self, *, elects: bool) -> str:
+        """Return what is wrong with its losses, and where leaders are elected why it does not lead; empty: nothing."""
+        if not elects:
+            return self.losses.broken()
         so = "so it leads only if no worker has a finite loss"
         if self._replica.algorithm.settings.schedule().election == "probe":
             finite = self._probed is None or math.isfinite(self._probed)

@@ -32,12 +32,10 @@ from lsgd.errors import (
     ServerLostError,
 )
 from lsgd.protocol import wants
+from lsgd.protocol.events import AGREEMENT
 from lsgd.protocol.messages import Completed, Failed, Go, Met, Probed, Round, Stop
 
 logger = logging.getLogger("lsgd")
-
-AGREEMENT = "lsgd/agreement"
-"""The name under which a worker logs how far the members' changes agree (``Algorithm.agreement``)."""
 
 ALIGN_EVERY = 64
 """How often replicas are compared where each iteration is a round, in rounds."""
@@ -380,10 +378,10 @@ class Rounds:
         return Commit(change, commit.judged)
 
     def _check_losses(self) -> None:
-        """Warn once if the algorithm elects leaders, and this worker has trained without a usable loss."""
-        if self._warned or not self.grants.done or self.world_size == 1 or not self._replica.elects:
+        """Warn once if this worker's losses are not finite or, where leaders are elected, cannot be used for that."""
+        if self._warned or not self.grants.done:
             return
-        if trouble := self.election.trouble():
+        if trouble := self.election.trouble(elects=self.world_size > 1 and self._replica.elects):
             self._warned = True
             logger.warning("%s %s", self._who[0], trouble)
 
@@ -502,7 +500,9 @@ class Rounds:
         transfer_s = 0.0
         if order.scope == "global":
             transfer_s, self._transfer_s = self._transfer_s, 0.0
-            self.logged.note(AGREEMENT, self._replica.algorithm.agreement)
+            algorithm = self._replica.algorithm
+            by_layer = algorithm.agreements.items() if self.rank == 0 else ()  # they are equal on all members
+            self.logged.note({AGREEMENT: algorithm.agreement, **{f"{AGREEMENT}/{name}": x for name, x in by_layer}})
         self._channel.send(Completed(*self._who, order.id, sent_nbytes, active.lacking, transfer_s))
 
     def _say_missed(self, order: Round) -> None:

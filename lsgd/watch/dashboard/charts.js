@@ -95,6 +95,22 @@ const charts = (() => {
     })];
   }
 
+  // The first layer is on top. Names are cut from the left, where many begin alike.
+  function agreement(data, t, { narrow }) {
+    const most = narrow ? 14 : 30, rows = data.layers.length;
+    const names = data.layers.map((name) => plain(name.length > most ? `…${name.slice(1 - most)}` : name));
+    const trace = {
+      type: "heatmap", x: data.counts, y: data.layers.map((_, i) => i), z: data.rows, text: data.layers.map((name) => data.counts.map(() => plain(name))),
+      colorscale: "Cividis", colorbar: { thickness: 12, tickfont: { size: 11 } },
+      hovertemplate: "%{text}: %{z:.3f} at %{x}<extra></extra>", hoverongaps: false,
+    };
+    return [[trace], layout(t, {
+      xaxis: { title: { text: "iterations of the run" }, nticks: narrow ? 4 : 0 },
+      yaxis: { tickvals: data.layers.map((_, i) => i), ticktext: names, range: [rows - 0.5, -0.5], fixedrange: true, showgrid: false, tickfont: { size: 11 } },
+      margin: room(narrow, { l: narrow ? 104 : 210, r: 12, b: 46 }), height: Math.max(170, 84 + 16 * rows),
+    })];
+  }
+
   const rowsOf = (workers) => workers <= 4 ? 20 : workers <= 16 ? 10 : 5;
 
   // Each worker is a band of thin rows. In a column, the number of rows in an act's color is the act's share of time.
@@ -191,5 +207,5 @@ const charts = (() => {
     return `${i ? n.toPrecision(3) : Math.round(n)} ${steps[i]}`;
   }
 
-  return { ACTS, theme, loss, timeline, traffic, column, bytes, clock };
+  return { ACTS, theme, loss, agreement, timeline, traffic, column, bytes, clock };
 })();

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -156,6 +156,9 @@ MAX_LOSSES = 8000
 MIN_POINTS, MAX_POINTS, MAX_COLUMNS, MAX_MARKS, MAX_LINES, MAX_WORKERS = 60, 600, 200, 150, 200, 256
 """Points of a curve, columns of the timeline, rounds and leaders that are marked, lines of the log, workers shown."""
 
+MAX_ROUNDS_OF_LAYERS = 120
+"""Most rounds for which the page has the agreement of each layer."""
+
 T = TypeVar("T")
 
 
@@ -169,6 +172,7 @@ def snapshot(story: Story) -> dict[str, Any]:
         "problem": story.problem,
         "head": _head(view),
         "loss": losses(story, [w.worker for w in shown], _now(view)),
+        "agreement": _agreement(view),
         "recent": _window(story, shown, recent=True),
         "whole": _window(story, shown, recent=False),
         "gaps": [[w.worker, g.state, g.code, g.reason, g.begin, g.end] for w in shown for g in w.gaps],
@@ -245,6 +249,15 @@ def _held_out(rounds: Sequence[RoundView]) -> dict[str, list[tuple[int, float]]]
             if HELD_OUT.search(name) and (number := _number(mean)) is not None:
                 curves.setdefault(name, []).append((each.count, number))
     return {name: _thinned(points, MAX_POINTS) for name, points in curves.items()}
+
+
+def _agreement(view: RunView) -> dict[str, Any]:
+    """Return how far the workers' changes agree: a row for each layer, with a number at each count."""
+    points = without_repeated(view.agreements, itemgetter(0))
+    kept = _thinned(points, MAX_ROUNDS_OF_LAYERS)
+    layers = list(dict.fromkeys(name for _, numbers in kept for name in numbers))
+    rows = [[None if (x := numbers.get(name)) is None else round(x, 3) for _, numbers in kept] for name in layers]
+    return {"counts": [count for count, _ in kept], "layers": layers, "rows": rows}
 
 
 def _head(view: RunView) -> dict[str, Any]:

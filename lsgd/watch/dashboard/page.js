@@ -70,6 +70,7 @@ function show() {
   document.querySelector("main").hidden = !data.head.run;
   at("nothing").hidden = Boolean(data.head.run);
   at("loss-section").hidden = !Object.values(data.loss.workers).some((losses) => losses.some((x) => x !== null));
+  at("agreement-section").hidden = !data.agreement.counts.length;
   at("workers-section").hidden = !data.workers.length;
   at("log-section").hidden = !data.log.length;
   at("change-section").hidden = !live || isOver();
@@ -163,6 +164,7 @@ function drawAll() {
   const t = charts.theme(dark.matches), which = document.querySelector("[name=span]:checked").value;
   const look = { chosen, narrow: narrowly.matches, logarithmic: at("log-scale").checked };
   if (!at("loss-section").hidden) plot("loss", JSON.stringify([data.loss, look, dark.matches]), () => charts.loss(data.loss, t, look), look);
+  if (!at("agreement-section").hidden) plot("agreement", JSON.stringify([data.agreement, look, dark.matches]), () => charts.agreement(data.agreement, t, look), look);
   const shown = data[which] && { ...data[which], name: which };
   at("timeline-section").hidden = !data.recent && !data.whole;
   if (!shown) return;
@@ -194,7 +196,7 @@ function key(event) {
   if (!axis || event.ctrlKey || event.metaKey || event.altKey) return;
   if (event.key === "0") {
     event.preventDefault();
-    Plotly.relayout(chart, { "xaxis.autorange": true, "yaxis.autorange": chart.id === "timeline" ? "reversed" : true });
+    Plotly.relayout(chart, { "xaxis.autorange": true, "yaxis.autorange": ["timeline", "agreement"].includes(chart.id) ? "reversed" : true });
     return;
   }
   const [from, to] = axis.range.map((x) => axis.r2l(x)), size = to - from;

@@ -79,7 +79,7 @@ def report(folder: Path) -> str:
         )
     page = finished(document, read_rounds(folder / METRICS))
     kept = _kept(folder, str(document.get("run", "")))
-    for name in ("recent", "whole", "gaps", "turns", "log", "settings", "workers", "sums"):
+    for name in ("recent", "whole", "gaps", "turns", "agreement", "log", "settings", "workers", "sums"):
         if name in kept:
             page[name] = kept[name]
     return report_page(encoded(page), str(folder).encode(errors="replace").decode())  # its name may be no UTF-8
