@@ -156,8 +156,8 @@ def observer_commands(settings: LaunchSettings, network: str, environ: Mapping[s
         yield Command("logger", arguments, environ, log, role=Role.OBSERVER, appends=appends, ignores_term=ignores_term)
     if settings.alert:
         arguments = [*LSGD, "alert", "--run", str(settings.run_dir), "--to", settings.alert, *insecure]
-        log = log_of(settings, "alert")
-        yield Command("alert", arguments, environ, log, role=Role.OBSERVER, ignores_term=ignores_term)
+        log, appends = log_of(settings, "alert"), settings.resume
+        yield Command("alert", arguments, environ, log, role=Role.OBSERVER, appends=appends, ignores_term=ignores_term)
     if settings.dashboard is not None:
         arguments = [*LSGD, "dashboard", "--run", str(settings.run_dir), "--parent", str(os.getpid()), *insecure]
         arguments += ["--port", str(settings.dashboard)] * (settings.dashboard > 0)

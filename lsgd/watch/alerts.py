@@ -5,11 +5,13 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lsgd.means import mean_of_finite
+from lsgd.output import detail
 from lsgd.protocol.sockets import ConnectorKeys
 from lsgd.server.daemon import Signals
 from lsgd.watch.reader import Reader
@@ -29,6 +31,9 @@ TELL_WITHIN_S = 30.0
 """How long a command or a web server may take."""
 
 LOOK_EVERY_S = 10.0
+
+LOG, _OF_RUN = "alert.log", "alerts of run "
+"""The file of what ``lsgd launch --alert`` has told, and how the lines about a run begin in it."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,13 @@ class Facts:
 
 
 class Alerts:
-    """Says each alert once: of a worker, once for each state; of a server that was silent, again if it is so again."""
+    """Says each alert once: of a worker, once for each state; of a server that was silent, again if it is so again.
 
-    def __init__(self) -> None:
+    ``told``: what a process before this one has said of the same run, as :func:`line_of` returns it.
+    """
+
+    def __init__(self, told: Collection[str] = ()) -> None:
+        self._told = told
         self._said = set[tuple[str, str]]()
 
     def new(self, run: RunView, facts: Facts | None = None) -> Iterator[Alert]:
@@ -67,7 +76,8 @@ class Alerts:
         for (code, subject), words in found.items():
             if (code, subject) not in self._said:
                 self._said.add((code, subject))
-                yield Alert(code, words)
+                if line_of(alert := Alert(code, words)) not in self._told:
+                    yield alert
 
 
 def _found(run: RunView, facts: Facts) -> Iterator[tuple[tuple[str, str], str]]:
@@ -107,6 +117,23 @@ def _flat(run: RunView) -> tuple[float, float] | None:
     return (before, last) if last >= before else None
 
 
+def line_of(alert: Alert) -> str:
+    """Return the line about an alert in the log."""
+    return f"{alert.code}: {alert.words}"
+
+
+def _told(log: Path, run: str) -> Collection[str]:
+    """Return the lines about a run in the log of alerts that the launcher writes."""
+    lines, is_ours = set[str](), False
+    with suppress(OSError):
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(_OF_RUN):
+                is_ours = line == f"{_OF_RUN}{run}"
+                continue
+            lines |= {line} if is_ours else set()
+    return lines
+
+
 def watch(address: str, keys: ConnectorKeys | None, to: str, run_dir: Path, say: Callable[[str], object]) -> None:
     """Tell of the run that is served at an address until it is over, or a signal comes.
 
@@ -115,11 +142,12 @@ def watch(address: str, keys: ConnectorKeys | None, to: str, run_dir: Path, say:
     Raises:
         JoinError: as :func:`lsgd.watch.to_end.to_end` does.
     """
-    alerts, run, signals, heard_at, looked_at = Alerts(), RunView(), Signals(), time.monotonic(), 0.0
+    alerts: Alerts | None = None
+    run, signals, heard_at, looked_at = RunView(), Signals(), time.monotonic(), 0.0
 
-    def see(facts: Facts) -> None:
+    def see(alerts: Alerts, facts: Facts) -> None:
         for alert in alerts.new(run, facts):
-            say(f"{alert.code}: {alert.words}")
+            say(line_of(alert))
             if trouble := tell(to, alert, run.now.run, run_dir):
                 say(f"the alert {alert.code} could not be sent: {trouble}")
 
@@ -131,7 +159,10 @@ def watch(address: str, keys: ConnectorKeys | None, to: str, run_dir: Path, say:
                 heard_at = now if batch.connected else heard_at
                 if run.now.run and not batch.more and (run.now.state == "over" or now - looked_at > LOOK_EVERY_S):
                     looked_at = now
-                    see(Facts(now - heard_at, shutil.disk_usage(run_dir).free))
+                    if alerts is None:
+                        alerts = Alerts(_told(run_dir / LOG, run.now.run))
+                        say(detail(f"{_OF_RUN}{run.now.run}"))
+                    see(alerts, Facts(now - heard_at, shutil.disk_usage(run_dir).free))
     finally:
         signals.restore()
 

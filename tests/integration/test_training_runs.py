@@ -310,7 +310,7 @@ def test_without_servers_a_join_fails_in_5_s_with_the_line_to_type(cluster, monk
             Worker.join(model, optimizer, timeout_s=1.0)
         return str(raised.value)
 
-    line = "no global server answers at tcp://127.0.0.1:9; start node 0 there"
+    line = "no global server answers at tcp://127.0.0.1:9 yet; start node 0 there"
     until(lambda: line in refusal(), "it says what to type")
     local.send(signal.SIGTERM)
     local.succeeds()

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from lsgd.protocol.events import RoundCompleted, RoundFailed, RunChanged, WorkerChanged
-from lsgd.watch.alerts import FLAT_OVER, Alert, Alerts, Facts, tell
+from lsgd.watch.alerts import FLAT_OVER, Alert, Alerts, Facts, _told, line_of, tell
 
 from .test_view import OTHER, WHO, Bench, at, order, progress_of
 
@@ -29,6 +29,18 @@ def bench() -> Bench:
 def test_a_run_that_trains_is_not_spoken_of(bench) -> None:
     bench.tell(*(each for n in range(1, 9) for each in (order(n), RoundCompleted(n, 0.5, 100))))
     assert codes(Alerts(), bench, Facts(1.0, 1e12)) == []
+
+
+def test_what_the_log_has_of_the_same_run_is_not_told_again(bench, tmp_path) -> None:
+    bench.tell(WorkerChanged(WHO, "left", "failed", "its process has ended"))
+    (told,) = Alerts().new(bench.view)
+    (log := tmp_path / "alert.log").write_text(
+        f"alerts of run r\n{line_of(told)}\nalerts of run q\nrun.over: the end\n"
+    )
+    assert codes(Alerts(_told(log, "r")), bench) == []
+    assert (
+        codes(Alerts(_told(log, "q")), bench) == codes(Alerts(_told(tmp_path / "none", "r")), bench) == ["worker.left"]
+    )
 
 
 def test_two_failed_rounds_in_a_row_are_said_once(bench) -> None:
