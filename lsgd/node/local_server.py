@@ -246,7 +246,7 @@ class LocalServer:
         if self._farewell:
             self.workers.forget_gone(self._farewell.reason)
             self._leave(now)
-        elif not following.complain(now):
+        elif not self.failure and not following.complain(now):
             self.workers.remind(self._who.node, now)
 
     def _upward(self, now: float) -> None:

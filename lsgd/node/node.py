@@ -75,11 +75,19 @@ class _Ended:
         failed: the first that failed, and so ends the node.
         early: workers that left before the end of the run.
         late: workers whose last process joined after it.
+        told: what the screen has said of how workers ended.
     """
 
     failed: Child | None = None
     early: set[str] = field(default_factory=set)
     late: set[str] = field(default_factory=set)
+    told: set[str] = field(default_factory=set)
+
+    def is_news(self, child: Child) -> bool:
+        """Note how a process has ended; return whether no worker has ended so before."""
+        is_news = child.role is not Role.WORKER or child.how_it_ended not in self.told
+        self.told |= {child.how_it_ended} if child.role is Role.WORKER else set()
+        return is_news
 
 
 @dataclass(frozen=True)
@@ -196,7 +204,8 @@ class Node:
         if self._local.next_is_due and self._way.step is None:
             self._begin_next()
         if self._local.failure and (self._way.step is None or self._way.step.clean):
-            self._say(f"{self._name}: {self._local.failure}")
+            if self._local.workers.joined:  # else the end is near, and says it
+                self._say(f"{self._name}: {self._local.failure}")
             self._end(self._ends())
         self._start_again()
         return self._advance()
@@ -363,10 +372,13 @@ class Node:
             self._say(f"{child.name} {child.how_it_ended}; the run continues without it (see {child.command.log})")
             return
         if child.status == RunOverError.exit_code and child.role is Role.WORKER:
+            if self._ended.is_news(child):  # others are named at the end
+                self._say(f"{child.name} {child.how_it_ended}")
             self._ended.late.add(child.name)
-            self._say(f"{child.name} {child.how_it_ended}")
             return
-        self._say(f"{child.name} {child.how_it_ended}")
+        if self._ended.is_news(child):
+            log = f"; all that it printed is in {child.command.log}" if child.process.mistake else ""
+            self._say(f"{child.name} {child.how_it_ended}{log}")
         if child.role is Role.SERVER and self._local.allegiance.may(Event.FAILED):
             self._local.following.upon(Event.FAILED)
             return
@@ -415,8 +427,10 @@ class Node:
 
     def _ends(self) -> Iterator[_Step]:
         waits = {Role.WORKER: SAVE_PATIENCE_S, Role.SERVER: LINGER_S, Role.OBSERVER: OBSERVE_PATIENCE_S}
+        in_vain = bool(self._local.failure) and not self._local.workers.joined
         for role in Role:
-            yield _Step((role,), waits.get(role, 0.0))
+            if role is not Role.WORKER or not in_vain:  # those that have never joined have nothing to save
+                yield _Step((role,), waits.get(role, 0.0))
             yield _Step((role,), TERM_PATIENCE_S, signal.SIGTERM)
             yield _Step((role,), KILL_PATIENCE_S, signal.SIGKILL)
 
@@ -506,7 +520,6 @@ class Node:
             assert failed.status is not None
             status = failed.status if failed.status > 0 else 128 - failed.status
             if failed.role is Role.SERVER and self._local.of_run.outcome:  # it has said why before it ended
-                show(f"\nlsgd launch: {self._local.of_run.outcome}\n", sys.stderr)
                 return status, "failed", self._local.of_run.outcome
             show(failed.report(), sys.stderr)
             return status, "failed", f"{failed.name} {failed.how_it_ended}"

@@ -120,6 +120,10 @@ class Running(Protocol):
     def tail(self) -> Sequence[str]:
         """Its last lines."""
 
+    @property
+    def mistake(self) -> str:
+        """The error that the screen has shown as its last one; empty: none."""
+
 
 class Process:
     """A process of the system. It leads a process group, which gets its signals and ends with it.
@@ -178,6 +182,11 @@ class Process:
     def tail(self) -> Sequence[str]:
         """Its last lines."""
         return list(self._transcript.tail)
+
+    @property
+    def mistake(self) -> str:
+        """The error that the screen has shown as its last one; empty: none."""
+        return self._transcript.mistake
 
     def send(self, number: signal.Signals) -> None:
         """Send its group a signal."""
@@ -275,7 +284,9 @@ class Child:
         return self.status is not None
 
     def report(self) -> str:
-        """Return how it ended and its last lines, to print."""
+        """Return how it ended and its last lines, to print; an empty text if the screen has shown its mistake."""
+        if self.process.mistake:
+            return ""
         lines = [f"    {line}" for line in self.process.tail] or ["    (nothing)"]
         header = f"\nlsgd launch: {self.name} {self.how_it_ended}. Its last lines (all are in {self.command.log}):"
         return "\n".join([header, *lines, ""])

@@ -17,13 +17,25 @@ FLUSH_WITHIN_S, FLUSHES = 3.0, 20
 CROWDED_NCHARS = 1 << 16
 """No panel while more characters than this wait to be shown."""
 
-SAME_WITHIN_S, MAX_SAID = 60.0, 256
-"""For how long a line of lsgd in one worker stands for the same one in others, and for how many lines."""
+SAME_WITHIN_S, MAX_SAID, SAME_NCHARS = 60.0, 256, 80
+"""For how long a line of lsgd in one worker stands for the same one in others, and for how many lines; and by how many
+characters of it two reasons of a failure are the same, of which one may be abridged."""
 
 TRACEBACK = "Traceback (most recent call last):"
 """Begins what Python says of a mistake."""
 
-_OF_LSGD, _WORKER = "lsgd: ", re.compile(r"node\d+/worker\d+")
+_OF_LSGD, _WORKER = "lsgd: ", re.compile(r"node\d+/worker\d+|\bworker \d+| for \d+ s\b|\bround \d+")
+_OF_ROUND = re.compile(r"lsgd: round \d+: ")
+
+_FAILURE = re.compile(
+    r"(?:node\d+/worker\d+ (?:(?:leaves|left): failed: |is refused, |ends with exit code \d+: "
+    r"|has left without an answer from the servers \()"
+    r"|ended: the run is over: )(.+?)(?: \(\d+ iterations\))?$"
+)
+"""What servers and workers say of a worker whose script has failed, or that was refused; and of a run that ended so."""
+
+_ERROR = re.compile(r"(?:lsgd\.errors\.\w+: )?(.+)")
+"""The last line of what Python says of a mistake."""
 
 LAUNCHER = "[launch] "
 """Prefix of the launcher's own lines."""
@@ -64,6 +76,7 @@ class Screen:
         self.has_colours = self.is_terminal and not os.environ.get("NO_COLOR")
         self._lock = threading.Lock()
         self._said: dict[str, tuple[str, float]] = {}  # what lsgd has said in workers: where, and when
+        self._failures: dict[str, float] = {}  # why workers have failed, and when that was said
         self._live = ""
         self._panel: Sequence[str] = ()
         self._descriptor = sys.stdout.fileno()
@@ -87,14 +100,33 @@ class Screen:
                 self._panel = ()
             self._put(f"{erase}{prefix}{text}\n{self._below()}")
 
+    def is_known(self, text: str) -> bool:
+        """Whether a line says of a worker how it failed, and this has just been said of another one, or by itself."""
+        found = _FAILURE.search(text)
+        return found is not None and self._has_failed(found[1])
+
+    def _has_failed(self, why: str) -> bool:
+        """Whether it has just been said why a worker failed; it is, from now on. Python's own words may be longer."""
+        now, why = time.monotonic(), _WORKER.sub("", why)
+        with self._lock:
+            self._failures = {known: at for known, at in self._failures.items() if now - at < SAME_WITHIN_S}
+            said = any(known[:SAME_NCHARS] in why or why[:SAME_NCHARS] in known for known in self._failures)
+            self._failures[why] = now
+        return said
+
     def repeats(self, prefix: str, text: str) -> str:
-        """Return who has just said the same of itself, if lsgd's log or Python did; note that this process has."""
+        """Return who has just said the same of itself, if lsgd's log or Python did; note that this process has.
+
+        What a worker says of a round, it says no second time of the next ones.
+        """
         if not text.startswith((_OF_LSGD, TRACEBACK)):
             return ""
+        if text.startswith(TRACEBACK) and (found := _ERROR.match(text.rpartition("\n")[2])):
+            self._has_failed(found[1])
         now, words = time.monotonic(), _WORKER.sub("", text)
         with self._lock:
             who, at = self._said.get(words, (prefix, -math.inf))
-            if who != prefix and now - at < SAME_WITHIN_S:
+            if (who != prefix or _OF_ROUND.match(text)) and now - at < SAME_WITHIN_S:
                 return who
             if len(self._said) >= MAX_SAID:
                 self._said.pop(next(iter(self._said)))

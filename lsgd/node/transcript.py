@@ -5,11 +5,12 @@ A slow disk so holds up that output, and nothing else.
 
 import codecs
 import os
+import re
 import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -32,6 +33,8 @@ MAX_LINE_NCHARS = 1 << 16
 CLOSE_WITHIN_S = 60.0
 """How long the end waits for a slow disk to take what was printed."""
 
+_ENDS = re.compile(r"^lsgd: \S+ ends with exit code \d+: ")
+_PACKAGE = str(Path(__file__).resolve().parents[1])
 _READ_NBYTES = 1 << 16
 _READS = 16  # at a time, so that a process that prints much does not starve the others
 _COLOURS = (36, 33, 35, 32, 34)
@@ -103,11 +106,13 @@ class Transcript:
 
     Attributes:
         tail: its last lines.
+        mistake: the last line of the last traceback, or with which lsgd has ended it, which the screen has shown.
         closed: event that is set when all of it is written.
     """
 
     def __init__(self, screen: Screen, name: str, log: Path, number: int, live: bool, *, again: bool = False) -> None:
         self.tail = deque[str](maxlen=TAIL_LINES)
+        self.mistake = ""
         self.closed = threading.Event()
         self._screen = screen
         self._prefix = f"[{name}] "
@@ -152,6 +157,10 @@ class Transcript:
 
     def _show(self, line: str, plain: str) -> None:
         """Show a line, or of a traceback all of it, unless another process has just said the same."""
+        if _ENDS.search(plain):
+            self.mistake = plain
+        if self._screen.is_known(plain):
+            return
         if who := self._screen.repeats(self._prefix, plain):
             line = f"the same mistake as in {who.strip()}"
         if not who or plain.startswith(TRACEBACK):
@@ -169,8 +178,10 @@ class Transcript:
         return True
 
     def _show_traceback(self) -> None:
-        text, self._traceback = "\n".join(self._traceback), []
-        self._show(text, CONTROL.sub("", text))
+        text, self._traceback = "\n".join(_without_own_frames(self._traceback)), []
+        plain = CONTROL.sub("", text)
+        self.mistake = plain.rpartition("\n")[2]
+        self._show(text, plain)
 
     def _add(self, text: str) -> None:
         """Add to the unfinished line. What follows a carriage return replaces it."""
@@ -204,6 +215,18 @@ class Transcript:
             elif not (is_detail or self._holds(coloured, plain)):
                 self._show(coloured, plain)
         self._shown_s = time.monotonic()
+
+
+def _without_own_frames(traceback: Sequence[str]) -> Sequence[str]:
+    """Return the lines of a traceback without lsgd's own calls, if lsgd says with it what the script has to change."""
+    if not CONTROL.sub("", traceback[-1]).startswith("lsgd.errors."):
+        return traceback
+    kept, own = list[str](), False
+    for line in traceback:
+        if (plain := CONTROL.sub("", line)).startswith('  File "') or not plain.startswith(" "):
+            own = plain.startswith(f'  File "{_PACKAGE}')
+        kept += [line] * (not own)
+    return kept
 
 
 class Reading(threading.Thread):

@@ -17,7 +17,10 @@ SILENT_AFTER_S = 4.0
 REFUSED_FOR_S = 10.0
 """A global server that has never accepted this node, and has refused its keys for this long, never will."""
 
-COMPLAINS_EVERY_S = 5.0
+OTHER_STARTS_WITHIN_S = 15.0
+"""How long that of another node may take, which may be started a moment later, before a line says so."""
+
+COMPLAINS_EVERY_S = 30.0
 """How much longer than its patience a node waits until it says again that its server is away."""
 
 
@@ -79,10 +82,10 @@ class Uplink:
     def complaint(self, now: float, allegiance: Allegiance, standbys: Sequence[int]) -> str:
         """Return such a line if it is time to print it, and take it that this is done.
 
-        A server of this node's own first has to start.
+        A server first has to start, on this node or on another one.
         """
-        starts = self.heard_at is None and allegiance.state.serves
-        patience_s = STARTS_WITHIN_S if starts else SILENT_AFTER_S
+        starts_within_s = STARTS_WITHIN_S if allegiance.state.serves else OTHER_STARTS_WITHIN_S
+        patience_s = starts_within_s if self.heard_at is None else SILENT_AFTER_S
         away = self.away(now, allegiance, standbys)
         if not away or now - max(self._said_at, self._began_at) <= patience_s:
             return ""
@@ -109,8 +112,8 @@ class Uplink:
             return f"this node's global server at {address} does not answer for {now - self._began_at:.0f} s yet"
         if self.heard_at is None:
             return (
-                f"no global server answers at {address}; start node 0 there, which runs it (lsgd launch, train.sh), "
-                f"or, if you start servers by hand: lsgd-server --global --listen {address}"
+                f"no global server answers at {address} yet; start node 0 there, which runs it (lsgd launch, "
+                f"train.sh), or, if you start servers by hand: lsgd-server --global --listen {address}"
             )
         silent = f"the global server at {address} has been silent for {now - self.heard_at:.0f} s"
         if allegiance.stranger:

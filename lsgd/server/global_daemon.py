@@ -111,17 +111,25 @@ class _Door:
         is_open: whether nodes may follow this server: one that takes over first waits for its own.
         early: peers that have looked before that.
         challengers: other servers of a node, and when they first greeted.
+        refused: incarnation of the last one of a node that was refused.
     """
 
     is_open: bool
     early: set[bytes] = field(default_factory=set)
     challengers: dict[int, tuple[int, float]] = field(default_factory=dict)
+    refused: dict[int, int] = field(default_factory=dict)
 
     def challenged_at(self, hello: NodeHello, now: float) -> float:
         """Return since when a server greets in the name of a node that is known."""
         if self.challengers.get(hello.node, (0, now))[0] != hello.incarnation:
             self.challengers[hello.node] = (hello.incarnation, now)
         return self.challengers[hello.node][1]
+
+    def refuses(self, hello: NodeHello) -> bool:
+        """Note that a server is refused, which greets until it has heard that; return whether it was not before."""
+        is_new = self.refused.get(hello.node) != hello.incarnation
+        self.refused[hello.node] = hello.incarnation
+        return is_new
 
 
 class _Guard:
@@ -538,10 +546,11 @@ class GlobalDaemon:
         if known.heard_at <= self._door.challenged_at(hello, now):
             return  # the known one may have died: this one greets until that is certain
         reason = (
-            f"node {hello.node} is already {known.hello.host}; give {hello.host} another index (--node, or the "
-            f"argument of train.sh)"
+            f"node {hello.node} is in the run already, on {known.hello.host}; give {hello.host} another index (--node, "
+            f"or the argument of train.sh)"
         )
-        self._say(f"refused a second node {hello.node}: {reason}")
+        if self._door.refuses(hello):
+            self._say(f"refused a second node {hello.node}: {reason}")
         self._send(peer, b"", Refused(reason))
 
     def _welcome(self, now: float) -> NodeWelcome:

@@ -176,15 +176,15 @@ def test_waiting_is_no_silence_but_it_is_said_who_is_silent(world, caplog) -> No
     assert "waits for 10 s: the local server at ipc:///s has been silent for 9 s" in caplog.messages
 
 
-def test_the_reason_to_wait_is_said_as_long_as_the_local_server_repeats_it(world, caplog) -> None:
-    for seconds in range(1, 30):
+def test_the_reason_to_wait_is_said_ever_more_rarely_while_the_local_server_repeats_it(world, caplog) -> None:
+    for seconds in range(1, 170):
         world.at(seconds, Waiting(1, "the next round waits for node1/worker3"))
-    world.at(30.5, go(1))
+    world.at(170.5, go(1))
     assert world.ask() == go(1)
-    assert caplog.messages == [
-        f"waits for {seconds:g} s: the next round waits for node1/worker3"
-        for seconds in (SAY_EVERY_S, 2 * SAY_EVERY_S, 30)
+    said = [
+        re.fullmatch(r"waits for (\d+) s: the next round waits for node1/worker3", text) for text in caplog.messages
     ]
+    assert [int(text[1]) for text in said] == pytest.approx([SAY_EVERY_S, 20, 40, 80, 140], abs=3)
 
 
 class Rounds(World):
@@ -201,13 +201,13 @@ class Rounds(World):
         return super().send(frames)
 
 
-def test_a_wait_with_rounds_in_it_says_every_ten_seconds_for_whom(caplog) -> None:
+def test_a_wait_with_rounds_in_it_says_for_whom(caplog) -> None:
     world, notice = Rounds(), Notice()
     for seq in range(1, 100):
         world.ask(seq, notice=notice)
     assert world.seconds > 25.0
     said = [text for text in caplog.messages if text.startswith("waits for ")]
-    assert len(said) >= world.seconds // SAY_EVERY_S - 1
+    assert len(said) >= 2
     assert all(re.fullmatch(r"waits for \d+ s: it waits for node1/worker0 in mean\(\)", text) for text in said)
 
 

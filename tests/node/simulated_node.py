@@ -34,6 +34,7 @@ class Process:
         self.lives = world.lives[name] = world.lives.get(name, 0) + 1
         self.handled: list[Signals] | None = None
         self.tail: list[str] = []
+        self.mistake = ""
         self._life = world.scripts[name](self)
         self._code: int | None = None
 

@@ -152,8 +152,19 @@ def test_a_server_that_has_said_why_the_run_fails_needs_no_report_of_its_lines(c
     world = World({"server": refuses, "worker": worker})
     assert world.finish() == 1
     assert world.node.conclude() == (1, "failed", "two workers draw the same batches")
-    err = capfd.readouterr().err
-    assert "lsgd launch: two workers draw the same batches" in err and "a line of its log" not in err
+    assert capfd.readouterr().err == ""
+
+
+def test_a_mistake_that_the_screen_has_shown_is_not_reported_again(capfd) -> None:
+    def fails(process):
+        process.mistake = "ValueError: no such row"
+        return 7
+        yield
+
+    world = World({"server": server, "bad": fails, "too": fails})
+    assert world.finish() == 7
+    assert "bad failed with exit code 7; all that it printed is in " in world.out and "too failed" not in world.out
+    assert capfd.readouterr().err == ""
 
 
 def test_a_process_that_refuses_to_end_is_killed() -> None:

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from lsgd.node import transcript
 from lsgd.node.panel import frame, line
-from lsgd.node.screen import Screen
+from lsgd.node.screen import TRACEBACK, Screen
 from lsgd.node.transcript import Transcript
 from lsgd.protocol.events import Event, RoundOrdered, RunProgress
 from lsgd.watch.reader import Batch
@@ -142,6 +143,55 @@ def test_details_are_in_the_log_alone_and_what_all_workers_say_is_shown_once(tmp
         mistakes += ["[node0/worker1] the same mistake as in [node0/worker0]"]
         shown = [waits, loss[0], *mistakes[:3], loss[1], *mistakes[3:]]
         assert len(lines) == 12 if verbose else lines == shown
+
+
+def test_one_mistake_is_shown_once_without_lsgd_s_own_calls(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("LSGD_VERBOSE", raising=False)
+    screen, made = Screen(plain=True), {}
+    where = f"{transcript.__file__.rpartition('/node/')[0]}/client/worker.py"
+    script = '  File "train.py", line 7, in <module>\n    with Worker.join(model) as worker:\n         ^^^^^^^^^^^\n'
+    own = f'  File "{where}", line 180, in join\n    membership = join_run(model)\n'
+    refused = "its model differs from node0/worker0's: build the same"
+
+    def say(name: str, text: str) -> None:
+        if name not in made:
+            made[name] = Transcript(screen, name, tmp_path / f"{name.replace('/', '-')}.log", 0, False)
+        made[name].feed(f"{text}\n".encode())
+
+    say("global", f"09:03:12 node1/worker0 is refused, {refused}")
+    say("global", f"09:03:12 node1/worker1 is refused, {refused}")
+    say("node1/worker0", f"{TRACEBACK}\n{script}{own}lsgd.errors.JoinError: {refused}")
+    say("node1/worker1", f"{TRACEBACK}\n{script}{own}lsgd.errors.JoinError: {refused}")
+    say("node0/worker0", f"{TRACEBACK}\n{script}{own}ValueError: no such row. Did you mean 3?")
+    say("global", "09:03:13 node0/worker0 leaves: failed: ValueError: no such row (17 iterations)")
+    say("node0/worker1", "lsgd: generation 1 is over: node0/worker0 left: failed: ValueError: no such row")
+    say("global", "09:03:14 node0/worker1 leaves: failed: KeyError: 'x' (17 iterations)")
+    dealt = "lsgd: node0/worker{0} ends with exit code 77: node1/worker1 and node0/worker{0} divide other data"
+    say("global", "09:03:15 node1/worker1 leaves: failed: JoinError: node1/worker1 and node0/worker0 divide other data")
+    for index in range(2):
+        say(f"node0/worker{index}", dealt.format(index))
+    say("node0", "09:03:16 ended: the run is over: node1/worker1 and node0/worker0 divide other data")
+    say("node0", "09:03:16 ended: the run is over: the time is over")
+    assert made["node0/worker1"].mistake == dealt.format(1)
+    say("node0/worker0", "lsgd: round 2: this model is not finite")
+    say("node0/worker0", "lsgd: round 3: this model is not finite")
+    say("node0/worker0", "lsgd: worker 0 joins too late")
+    say("node0/worker1", "lsgd: worker 1 joins too late")
+    screen.close()
+    assert capfd.readouterr().out.splitlines() == [
+        f"[global] 09:03:12 node1/worker0 is refused, {refused}",
+        *(f"[node1/worker0] {line}" for line in f"{TRACEBACK}\n{script}lsgd.errors.JoinError: {refused}".split("\n")),
+        "[node1/worker1] the same mistake as in [node1/worker0]",
+        *(f"[node0/worker0] {line}" for line in f"{TRACEBACK}\n{script}{own}".splitlines()),
+        "[node0/worker0] ValueError: no such row. Did you mean 3?",
+        "[global] 09:03:14 node0/worker1 leaves: failed: KeyError: 'x' (17 iterations)",
+        "[global] 09:03:15 node1/worker1 leaves: failed: JoinError: node1/worker1 and node0/worker0 divide other data",
+        "[node0] 09:03:16 ended: the run is over: the time is over",
+        "[node0/worker0] lsgd: round 2: this model is not finite",
+        "[node0/worker0] lsgd: worker 0 joins too late",
+    ]
+    assert made["node1/worker0"].mistake == f"lsgd.errors.JoinError: {refused}" and not made["global"].mistake
+    assert where in (tmp_path / "node1-worker0.log").read_text()
 
 
 @pytest.mark.parametrize(("leader", "says"), [("node0/worker0", True), ("", False)])

@@ -251,7 +251,7 @@ def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(mon
     assert isinstance(answers(b"node0#1", alpha)[0][1], NodeWelcome)
     ((_, refused),) = answers(b"node0#2", beta)
     assert isinstance(refused, Refused)
-    assert "node 0 is already alpha; give beta another index (--node" in refused.reason
+    assert "node 0 is in the run already, on alpha; give beta another index (--node" in refused.reason
     for _ in range(2):  # the answer may be lost
         assert answers(b"node0#1", encode(NodeLeave(0, 1, "done"))) == [(b"", Left())]
     assert isinstance(answers(b"node0#2", beta)[0][1], NodeWelcome)

@@ -172,7 +172,7 @@ def test_with_no_global_server_it_tells_the_workers_what_they_wait_for(cluster, 
     below = Below(cluster.local_address(0))
     start = f"lsgd-server --global --listen {cluster.address}"
     by_hand = f"which runs it (lsgd launch, train.sh), or, if you start servers by hand: {start}"
-    line = f"no global server answers at {cluster.address}; start node 0 there, {by_hand}"
+    line = f"no global server answers at {cluster.address} yet; start node 0 there, {by_hand}"
     held = [(request(5), 5), (StatusQuery(7), 0), (Pause("node0/worker0", 7, 5, 4), 0)]
     below.say(WorkerHello(PROTOCOL, 7))
     assert below.hears(WorkerHelloReply) == WorkerHelloReply(0, cluster.address)

@@ -35,8 +35,8 @@ logger = logging.getLogger("lsgd")
 RESEND_S = 1.0
 """How often an unanswered message is sent again, in seconds."""
 
-SAY_EVERY_S = 10.0
-"""How often a waiting worker logs what it waits for, in seconds."""
+SAY_EVERY_S, SAY_AT_LEAST_EVERY_S = 10.0, 60.0
+"""How often what a worker waits for is said, at first and later, in seconds."""
 
 MAX_OUTBOX = 1000
 """How many messages are kept while the local server is away; the oldest are dropped first."""
@@ -277,7 +277,8 @@ class Channel:
     def _repeat(self, question: _Question) -> None:
         """Send a question again, and say what it waits for, when that is due."""
         now, notice = self._clock.now(), question.notice
-        due = now - notice.said_at >= SAY_EVERY_S
+        every_s = min(max(SAY_EVERY_S, notice.said_at - notice.began_at), SAY_AT_LEAST_EVERY_S)  # 10, 20, 40, ...
+        due = now - notice.said_at >= every_s
         if now - question.sent_at >= RESEND_S:
             again = due and not self._waits_for  # twice: only a repeated question is told what it waits for
             for frame in [*question.frames, *question.frames] if again else question.frames:
