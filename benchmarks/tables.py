@@ -9,7 +9,7 @@ A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, w
 - ``endtoend-worth``: what two machines were worth, beside what ``lsgd estimate`` says (benchmarks/endtoend/worth.py),
 - ``memory``: bytes per parameter (benchmarks/memory),
 - ``gpu about``, ``gpu PART``: where scripts/gpu.sh ran, and what it found (benchmarks/gpu),
-- ``support``: what is supported, by that,
+- ``support``: what is supported, by that and by what ran with which versions (benchmarks/versions.py),
 - ``newcomer``: what a newcomer costs the others (benchmarks/newcomer).
 """
 
@@ -63,7 +63,7 @@ def _table(what: str, page: Path) -> str:
         case ["gpu", part]:
             found = gpu.table_of(_results("gpu"), int(part))
         case ["support"]:
-            found = gpu.support_of(_found("gpu"))
+            found = gpu.support_of(_found("gpu"), _found("versions"))
         case ["newcomer"]:
             found = newcomer_table(_results("newcomer"))
         case _:

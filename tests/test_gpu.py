@@ -124,9 +124,14 @@ class TestTables:
         assert tables.summary_of(ROWS) == "1 passed, 1 failed, 1 need a GPU"
 
     def test_readme_says_what_ran_and_that_nothing_ran_on_a_gpu(self):
-        on_cpu = tables.support_of({**FOUND, "gpu": ""})
+        row = {"which": "oldest", "python": "3.11.2", "versions": {"torch": "2.6.0", "ray": "2.60.0"}}
+        row |= {"lanes": ["ray", "fast"], "passed": 50, "failed": 1, "skipped": 2}
+        versions = {"date": "2026-12-25", "results": [row]}
+        on_cpu = tables.support_of({**FOUND, "gpu": ""}, versions)
+        assert "| the oldest that `pyproject.toml` allows: Python 3.11.2, torch 2.6.0, ray 2.60.0 | " in on_cpu
+        assert "tests of ray, fast: 50 passed, 1 failed, 2 skipped on 2026-12-25" in on_cpu
         assert "untested on real GPUs" in on_cpu and "torch 2.11.0, CPU: the same script in small" in on_cpu
-        on_gpu = tables.support_of({**FOUND, "gpu": "NVIDIA H100"})
+        on_gpu = tables.support_of({**FOUND, "gpu": "NVIDIA H100"}, versions)
         assert "untested on real" not in on_gpu and "torch 2.11.0, NVIDIA H100: [scripts/gpu.sh]" in on_gpu
         assert "[1 passed, 1 failed, 1 need a GPU](benchmarks/results/gpu.md) on 2026-12-24" in on_gpu
 

@@ -8,9 +8,10 @@ Row = Mapping[str, Any]
 COLUMNS = ("part", "what", "result", "measured", "wanted", "seconds")
 
 PAGE, GUIDE = "benchmarks/results/gpu.md", "docs/guides/gpu.md"
+PINNED = "Linux, Python 3.11, CPU, over TCP: the versions of [constraints.txt](constraints.txt), torch 2.13"
+OTHERS = "other versions, and other Pythons from 3.11 on"
 OTHERWISE = (
-    ["Python 3.12 or newer, torch 2.6 or newer", "allowed by `pyproject.toml`, not tested"],
-    ["several machines, NAT", "tested between network namespaces of one machine"],
+    ["several machines, NAT", "all tests, between network namespaces of one machine"],
     ["macOS, Windows", "no"],
 )
 """Lines of README that do not depend on what ran."""
@@ -60,11 +61,22 @@ def about_of(found: Row) -> str:
     return f"{machine_of(found)}\n- time: {found['seconds']:.0f} s\n- result: {summary_of(found['results'])}"
 
 
-def support_of(found: Row) -> str:
-    """Return README's table of what is supported, from what ran."""
+def support_of(found: Row, versions: Row) -> str:
+    """Return README's table of what is supported, from what ran on a GPU or in its place, and with which versions."""
     here = f"Linux, Python {found['versions']['python']}, torch {found['versions']['torch']}"
     came = f"[{summary_of(found['results'])}]({PAGE}) on {found['date']}"
-    lines = [["Linux, Python 3.11, torch 2.13, CPU, over TCP", "tested"]]
+    lines = [[PINNED, "all tests, at each change"]]
+    for row in versions["results"]:
+        names = ", ".join(f"{name} {version}" for name, version in row["versions"].items())
+        tests = ", ".join(row["lanes"])
+        lines += [
+            [
+                f"the {row['which']} that `pyproject.toml` allows: Python {row['python']}, {names}",
+                f"tests of {tests}: {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped"
+                f" on {versions['date']} (`python -m benchmarks.versions`)",
+            ]
+        ]
+    lines += [[OTHERS, "allowed by `pyproject.toml`, not run here"]]
     if found["gpu"]:
         lines += [[f"{here}, {found['gpu']}: [scripts/gpu.sh]({GUIDE})", came]]
     else:
@@ -72,4 +84,4 @@ def support_of(found: Row) -> str:
             ["CUDA kernels, NCCL, workers on a GPU", f"**untested on real GPUs**; [scripts/gpu.sh]({GUIDE}) tests them"]
         ]
         lines += [[f"{here}, CPU: the same script in small", came]]
-    return "\n".join(["| | support |", "|---|---|", *map(_line, [*lines, *OTHERWISE])])
+    return "\n".join(["| what | what ran |", "|---|---|", *map(_line, [*lines, *OTHERWISE])])

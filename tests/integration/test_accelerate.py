@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from lsgd.errors import ConfigError
 
@@ -60,6 +61,7 @@ def test_local_sgd_in_the_loop_is_named(cluster) -> None:
     assert "the script imports accelerate's LocalSGD: remove it" in worker.output
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="lsgd.client.muon needs torch 2.9")
 def test_the_example(cluster) -> None:
     cluster.start("--workers", "2", "--iterations", "24", "--period", "4")
     for worker in [cluster.worker("accelerated", 0, i, "--example", EXAMPLE) for i in range(2)]:

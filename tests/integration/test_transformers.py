@@ -155,6 +155,7 @@ def test_an_exception_in_training_leaves_the_run_which_goes_on(cluster) -> None:
     assert cluster.result(0, 1)["iterations"] == 17
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="lsgd.client.muon needs torch 2.9")
 def test_the_example(cluster) -> None:
     cluster.start("--workers", "2", "--iterations", "24", "--period", "4")
     workers = [cluster.worker("trainer", 0, i, "--example", EXAMPLE) for i in range(2)]
