@@ -27,9 +27,11 @@ _LINE = re.compile(r"^(?:\S*Error\b.*|.* ends with exit code \d+: .*)$", re.MULT
 def judge_ends(straight: Run, stopped: Run | None) -> Verdict:
     """Judge how it joins, steps and ends."""
     verdict = Verdict(1)
-    for run in (straight, stopped):
-        if run is not None:
-            verdict.findings += _ended_badly(run)
+    for run in filter(None, (straight, stopped)):
+        verdict.findings += _ended_badly(run)
+        late = max(map(_steps_after, run.firsts), default=0)
+        if late >= MANY and not verdict.findings:
+            verdict.notes.append(f"it makes {late} steps after the end, which change nothing: it looks for it rarely")
     lives = straight.firsts
     if not verdict.findings and stopped is None:
         verdict.unjudged = "the run in which it is stopped was left out"
@@ -47,7 +49,7 @@ def _ended_badly(run: Run) -> Iterator[Finding]:
         what = why or "its script ends without joining the run" if not run.waits else run.waits
         yield Finding(where, f"no worker has joined: {what}", "join with Worker.join, lsgd.wrap or LsgdCallback")
         return
-    goes_on = [life for life in run.firsts if _steps_after(life) >= MANY]
+    goes_on = [life for life in run.firsts if _steps_after(life) >= MANY and not _ends_late(run, life)]
     for life in goes_on:
         last = life.of("step")[-1]
         what = f"{life.worker} goes on after the end of its run ({when}): its steps change nothing"
@@ -89,6 +91,11 @@ def _ended_early(life: Life, when: str) -> Iterator[Finding]:
         what = f"{life.worker} ends without the run's consensus ({when}): it calls no finish() after its loop"
         last = life.of("step")[-1]
         yield Finding(last["where"], what, f"after the loop: {ENDS}" if not finished else "")
+
+
+def _ends_late(run: Run, life: Life) -> bool:
+    """Whether it has looked for the end, and ended after the rest of a pass, or of what it learns from a rollout."""
+    return run.status is not None and any(fact["name"] == "stopped" for fact in life.of("read"))
 
 
 def _steps_after(life: Life) -> int:

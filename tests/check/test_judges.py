@@ -78,6 +78,20 @@ def test_steps_after_the_end() -> None:
     )
 
 
+@pytest.mark.parametrize("looks", [True, False])
+def test_the_rest_of_what_is_learned_from_a_rollout_is_no_mistake(looks: bool) -> None:
+    def tell(story: Story) -> None:
+        if looks:
+            story.tell("read", name="stopped", where=at(20))
+        story.steps(4).steps(15, over=True).ends()
+
+    verdict = judge_ends(run_of(*both(tell)), WELL)
+    if looks:
+        assert is_right(verdict) and "15 steps after the end" in verdict.notes[0]
+    else:
+        says(verdict, 25, "goes on after the end of its run")
+
+
 def test_no_step_of_a_joined_optimizer() -> None:
     says(judge_ends(run_of(*both(Story.ends), waits="finish"), WELL), 9, "has made no step")
 
