@@ -89,6 +89,57 @@ def test_a_gan_whose_container_nobody_calls(cluster, turn, critics) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+class Wgan(Gan):
+    """Clips the weights of its critic after each of its steps, as WGAN's paper does; notes with which it trains."""
+
+    limit = 0.05
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clipped, self.widest = 0, 0.0
+        self.clip()
+        self.critic.register_forward_pre_hook(lambda *_: self.note())
+
+    def width(self) -> float:
+        return max(float(p.detach().abs().max()) for p in self.critic.parameters())
+
+    def note(self) -> None:
+        self.widest = max(self.widest, self.width())
+
+    def clip(self) -> None:
+        for p in self.critic.parameters():
+            p.data.clamp_(-self.limit, self.limit)
+
+    def learn(self, fake: Tensor) -> None:
+        super().learn(fake)
+        self.clipped += self.width() > self.limit
+        self.clip()
+
+
+@pytest.mark.parametrize("turn", [Gan.turn, Gan.turn_generator_first], ids=["fakes first", "generator first"])
+@pytest.mark.parametrize("algorithm", [ROUNDS, ("--algorithm", "leader", "--period", "2", "--local-period", "2")])
+def test_a_wgan_trains_on_the_weights_that_it_clips_after_a_step(cluster, algorithm, turn) -> None:
+    """In the second order, a call in between finds other weights than the step has left, and goes on all the same."""
+    cluster.start("--workers", "2", *algorithm)
+
+    def train(index: int, identity: Identity) -> tuple[Any, ...]:
+        gan = Wgan()
+        worker = wrapped(gan, identity)
+        for number in range(TURNS):
+            turn(gan)
+            if number == TURNS // 2:
+                assert worker.mean({"turn": number}) == {"turn": number}
+        assert worker.finish()
+        gan.note()
+        return gan.clipped, gan.widest, worker.iterations, gan.both.state_dict()
+
+    (*one, first), (*two, second) = in_threads(cluster, train)
+    assert one[0] > 3 < two[0], "nothing was clipped"
+    assert one[1] == two[1] == pytest.approx(Wgan.limit)
+    assert one[2] == two[2] == TURNS
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 def test_a_forward_pass_before_the_last_step_whose_backward_pass_follows_the_round_is_refused(
     cluster, monkeypatch
 ) -> None:
