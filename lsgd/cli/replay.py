@@ -45,6 +45,8 @@ def _words(message: Any) -> str:
     match message:
         case None:
             return "time passes"
+        case str():
+            return message
         case dict():
             return "set " + " ".join(f"{name}={value}" for name, value in message.items())
         case Request():

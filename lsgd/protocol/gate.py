@@ -100,6 +100,7 @@ class Monitor:
         handshake: event that the last handshake ended with; 0 if there was none, or if the peer was silent until the
             handshake's deadline: it may be frozen, and has refused nobody.
         refused: number of handshakes that failed.
+        closed: peers whose last connection has closed since somebody looked.
         cut: number of connections of unknown peers that were cut because there were too many.
     """
 
@@ -111,9 +112,11 @@ class Monitor:
         self._reports.setsockopt(zmq.RCVHWM, 0)
         self._reports.connect(address)
         self._strangers: dict[int, int] = {}  # descriptor -> inode, the oldest first
+        self._known: dict[int, bytes] = {}  # descriptor -> peer
         self._looked_at = 0.0
         self.handshake = 0
         self.refused = 0
+        self.closed: list[bytes] = []
         self.cut = 0
 
     @property
@@ -121,10 +124,10 @@ class Monitor:
         """Whether there are connections over which no known peer has spoken yet."""
         return bool(self._strangers)
 
-    def recognize(self, descriptor: int | None) -> None:
+    def recognize(self, descriptor: int | None, peer: bytes) -> None:
         """Count a connection as a known peer's: it has said something."""
-        if descriptor is not None:
-            self._strangers.pop(descriptor, None)
+        if descriptor is not None and self._strangers.pop(descriptor, None) is not None:
+            self._known[descriptor] = peer
 
     def look(self, now: float) -> None:
         """Read the reports, unless that was done a moment ago."""
@@ -138,12 +141,14 @@ class Monitor:
             if not int(self._reports.get(_EVENTS)) & _READABLE:
                 break
             kind, value = struct.unpack_from("=HI", self._reports.recv_multipart()[0])
+            if kind in (_ACCEPTED, _DISCONNECTED):
+                self._strangers.pop(value, None)
+                peer = self._known.pop(value, None)
+                if peer is not None and peer not in self._known.values():
+                    self.closed.append(peer)
             if kind == _ACCEPTED:
-                self._strangers.pop(value, None)
                 self._strangers[value] = _inode(value)
-            elif kind == _DISCONNECTED:
-                self._strangers.pop(value, None)
-            else:
+            elif kind != _DISCONNECTED:
                 # The value is the errno of libzmq's last read: no data, or the peer hung up.
                 silent = kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == errno.EAGAIN
                 self.handshake = 0 if silent else kind

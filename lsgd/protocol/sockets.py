@@ -232,9 +232,16 @@ class Listener(_Socket):
                 if gate is not None and not gate.admits(self._sender, part):
                     continue
                 if strangers and monitor is not None:
-                    monitor.recognize(property_of(part, _SOURCE))
+                    monitor.recognize(property_of(part, _SOURCE), self._sender)
                 self._inbox.put(self._sender, part.bytes)
             self._sender = b""
+
+    def closed(self) -> list[bytes]:
+        """Return the peers whose connections over TCP have closed since the last call, and are not made again."""
+        if self._monitor is None:
+            return []
+        closed, self._monitor.closed = self._monitor.closed, []
+        return closed
 
     def refusals(self) -> Iterator[str]:
         """Yield a line for each kind of message or connection that was refused, dropped or cut since the last call."""

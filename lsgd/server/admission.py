@@ -31,7 +31,7 @@ def join(state: RunState, join: Join) -> None:
     elif reason := _objection(state, join, old):
         state.answer_to(join, Refused(reason))
         state.note(Why.IS_REFUSED(worker=join.worker, reason=reason))
-    elif old is not None and state.now - old.heard_at < state.plan.run.lease_s / 2:
+    elif old is not None and state.now - old.heard_at < state.plan.run.lease_s / 2 and not state.is_silent(old):
         contested = Why.NAME_CONTESTED(worker=join.worker, heard_s=state.now - old.heard_at)
         state.answer_to(join, Waiting(0, contested))
     else:

@@ -20,7 +20,7 @@ No socket, no clock, no thread: a message and the time go in, answers and notes 
 8.  The same (worker, incarnation, seq) gets the same answer again, until the worker says that it has dropped the
     round in that answer. An incarnation that has left is ignored from then on.
 9.  A member that keeps all others waiting for too long is evicted from the next round, which starts without it. It
-    keeps its grant; its next request brings it back.
+    keeps its grant; its next request brings it back. So it is with one that is silent, until its lease ends.
 10. The run protects what it has learned: the last members with its model are evicted only after they have been
     silent for ``server_timeout_s``, and may come back with it even then. If nobody has it any more, the run continues
     from checkpoints; without one it ends, unless the plan has ``restart_from_scratch``.
@@ -86,7 +86,7 @@ LINGER_S = 10.0
 
 
 class Coordinator:
-    """Decides for one run; :meth:`handle`, :meth:`tick`, :meth:`stop` and :meth:`change` are the only ways in.
+    """Decides for one run; handle, tick, closed, meet, stop and change are the only ways in.
 
     What arrives goes one way: here its facts enter the state, in admission and endings what follows from them for
     others; then the scheduler decides what is next, and answers. Only the coordinator changes the state from then on.
@@ -110,6 +110,7 @@ class Coordinator:
                 admission.node_leaves(self.state, node, Why.NODE_ENDS(notice=reason))
             case _ if (member := self._sender(message)) is not None:
                 member.heard_at = now
+                evictions.hear_again(self.state, member)
                 self._from_member(member, message)
             case Request(worker) | Pause(worker):
                 unknown = Why.UNKNOWN(worker=worker, run=self.state.run)
@@ -122,6 +123,7 @@ class Coordinator:
         state, run = self.state, self.state.plan.run
         evictions.evict_lost_node(state)
         evictions.evict_silent(state)
+        evictions.leave_out_silent(state)
         if run.seconds and state.progress.started_at is not None and now - state.progress.started_at >= run.seconds:
             endings.stop(state, Why.TIME_OVER(seconds=run.seconds))
         evictions.evict_stragglers(state)
@@ -130,6 +132,12 @@ class Coordinator:
         admission.end_waiting(state)
         if state.life.stage is Stage.CLOSED and now > state.life.since + LINGER_S:
             state.life.move(Stage.OVER, now)
+        return self._decide()
+
+    def closed(self, node: int, now: float) -> Decision:
+        """Note that a node's connection has closed: its processes are dead, or they make another one."""
+        self._set_time(now)
+        self.state.closed_at[node] = now
         return self._decide()
 
     def stop(self, order: str) -> None:
@@ -180,7 +188,7 @@ class Coordinator:
     def _set_time(self, now: float) -> None:
         state = self.state
         away_s = now - state.now
-        if away_s > state.plan.run.lease_s / 2:  # this process itself was frozen: the members were not silent
+        if away_s > state.silence_s / 2:  # this process itself was frozen: the members were not silent
             for member in state.roster.members.values():
                 member.heard_at += away_s
                 member.spent = None  # whether it is still here is not known
@@ -261,7 +269,7 @@ class Coordinator:
             return
         if request.seq < max(member.seq, 1):
             return
-        if request.seq == member.seq and not self._takes_back(member, request.dropped):
+        if request.seq == member.seq and not (self._was_left_out(member) or self._takes_back(member, request.dropped)):
             # A server that was started again may not know all that it has done. The answer's own grant stays.
             keep = member.answer.iterations if isinstance(member.answer, Go) else 0
             endings.use(state, member, request.done, keep)
@@ -278,6 +286,10 @@ class Coordinator:
         barred = state.links.words(member.worker, state.now) if cut else NO_REASON
         state.roster.move(member, MemberState.CUT if cut else MemberState.HELD, barred)
         scheduler.serve(state, member)
+
+    def _was_left_out(self, member: Member) -> bool:
+        """Whether a request that is still held was left out of rounds, because its worker was silent."""
+        return member.answer is None and member.state is MemberState.STRAGGLER
 
     def _takes_back(self, member: Member, dropped: int) -> bool:
         """Whether a member that asks again has dropped the round in its answer, and so needs another one.

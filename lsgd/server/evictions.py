@@ -49,6 +49,41 @@ def _expired(state: RunState) -> list[Member]:
     return [m for m in roster.members.values() if now - m.heard_at > run.lease_s and m not in together]
 
 
+def leave_out_silent(state: RunState) -> None:
+    """Let the others train on without live members that are silent; the lease decides whether they may come back.
+
+    Not if nobody else has the run's model who was heard a moment ago: then this server's own link may be down. Nor
+    while its count is not exact, after a restart, or the run ends: the last round waits for the lease.
+    """
+    roster = state.roster
+    if roster.generation is None or state.tenure.took_over or state.ledger.unheard or state.stopping:
+        return
+    silent = [m for m in roster.members.values() if state.is_silent(m)]
+    out = [m for m in silent if m.live]
+    if not out or _leaves_a_minority(state, silent):
+        return
+    if state.ledger.count > 0 and not any(_is_fresh(state, m) for m in roster.holders()):
+        return
+    reason = Why.SILENT(quiet_s=state.now - max(m.heard_at for m in out))
+    words = {"who": named(out), "are": "is" if len(out) == 1 else "are"}
+    state.note(Why.LEFT_OUT(reason=reason, **words))
+    for member in out:
+        endings.left_round(state, member, Why.FELL_SILENT, reason=reason)
+        roster.move(member, MemberState.SILENT, reason)
+
+
+def _is_fresh(state: RunState, member: Member) -> bool:
+    return state.now - member.heard_at <= state.silence_s / 2 and not state.is_silent(member)
+
+
+def hear_again(state: RunState, member: Member) -> None:
+    """Note that a silent member is there after all: it comes back with its next request."""
+    if member.state is MemberState.SILENT:
+        heard = Why.HEARD(worker=member.worker)
+        state.note(heard)
+        state.roster.move(member, MemberState.STRAGGLER, heard)
+
+
 def _leaves_a_minority(state: RunState, silent: Collection[Member]) -> bool:
     """Whether the nodes without these are a part that waits for the others, which a standby may serve."""
     nodes = {m.join.node for m in state.roster.members.values()}

@@ -79,6 +79,7 @@ class _Node:
     peer: bytes
     hello: NodeHello
     heard_at: float
+    closed: bool = False
 
 
 @dataclass
@@ -393,6 +394,12 @@ class GlobalDaemon:
         for peer, frames in self._mail.listener.receive():
             for frame in frames:
                 self._take(peer, frame, now)
+        for peer in self._mail.listener.closed():
+            for index, node in self._nodes.items():
+                if node.peer == peer:
+                    node.closed = True
+                    self._inputs.add(self._state, Kind.CLOSED, now, index)
+                    self._act(self.coordinator.closed(index, now))
 
     def _take(self, peer: bytes, frame: bytes, now: float) -> None:
         try:
@@ -534,7 +541,7 @@ class GlobalDaemon:
         self._door.early.clear()
         known = self._nodes.get(hello.node)
         same = known is not None and known.hello.incarnation == hello.incarnation
-        if known is None or same or now - known.heard_at > NODE_LEASE_S:
+        if known is None or same or known.closed or now - known.heard_at > NODE_LEASE_S:
             if not same:
                 self._note(f"node{hello.node} ({hello.host}) connects, lsgd {hello.version}")
             self._nodes[hello.node] = _Node(peer, hello, now)

@@ -45,6 +45,7 @@ class Kind(enum.IntEnum):
     TICK = 2
     CHANGE = 3
     MEET = 4
+    CLOSED = 5
 
 
 class Inputs:
@@ -179,6 +180,8 @@ def _decide(coordinator: Coordinator, kind: Kind, now: float, what: Any) -> tupl
         case Kind.MEET:
             message: Any = decode(what)
             return message, coordinator.meet(message, now)
+        case Kind.CLOSED:
+            return f"the connection of node{what} closes", coordinator.closed(what, now)
         case _:
             message = decode(what)
             return message, coordinator.handle(message, now)

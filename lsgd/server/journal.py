@@ -446,12 +446,13 @@ def _member_of(saved: dict[str, Any], now: float) -> Member:
         left=Reason(*saved["left"]),
         **{name: saved[name] for name in _KEPT},
     )
-    if member.live or member.state in (MemberState.STRAGGLER, MemberState.CUT, MemberState.ENDED):
+    left_out = member.state in (MemberState.STRAGGLER, MemberState.SILENT)
+    if member.live or left_out or member.state in (MemberState.CUT, MemberState.ENDED):
         # Its last answer may not have arrived: it may ask with that number again.
         member.asked = replace(member.asked, seq=member.seq - 1)
     if member.live or member.state is MemberState.CUT:
         member.state = MemberState.BUSY
-    elif member.state is MemberState.STRAGGLER or member.was_silent:
+    elif left_out or member.was_silent:
         member.granted = saved["granted"]  # nobody waits for it: its grant is set aside
     return member
 

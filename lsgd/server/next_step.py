@@ -173,6 +173,8 @@ def _when_all_are_held(state: RunState) -> Step | Wait:
     out = [m for m in state.roster.members.values() if m.granted]  # stragglers: nobody is busy now
     lost = sum(m.unshared for m in state.roster.left.values())
     given = state.ledger.count - lost + sum(m.granted for m in out)
+    if any(m.state is MemberState.SILENT for m in out) and state.limit - given < len(members):
+        return Wait(waits.leases)  # what it does not make comes back
     if given >= state.limit:
         return EndRun(state.all_made(out))
     if not any(m.iterates for m in members):  # those that stay must get the run's model first
@@ -187,6 +189,8 @@ def _last(state: RunState) -> Step | Wait:
     """Return the next step of a run that stops."""
     if state.roster.within(MemberState.PAUSED) and not _overdue(state):
         return _for_those_away(state, Wait(waits.paused))
+    if state.roster.within(MemberState.SILENT) and not state.book.hopeless:
+        return Wait(waits.leases)
     return Close() if state.book.hopeless else Final(held(state))
 
 

@@ -29,6 +29,11 @@ class MemberState(enum.Enum):
         False,
         "straggler",
     )
+    SILENT = (
+        "left out of rounds: nothing is heard of it; its grant is still out, and its lease goes on",
+        False,
+        "away",
+    )
     CUT = ("evicted from rounds: others cannot reach it; its request waits", False, "cut")
     PAUSED = ("stepped aside until its next request", False, "away")
     FINISHED = ("its script's own loop is over; its request waits for the end of the run", False, "away")
@@ -51,14 +56,17 @@ TRANSITIONS = tuple(
         ("HELD", "PAUSED", "Pause, or a call where models are identical"),
         ("HELD", "CUT", "a later request, while others cannot reach it"),
         ("HELD", "FINISHED", "it says that its own loop is over"),
+        ("HELD", "SILENT", "nothing is heard of it, and others have the run's model"),
         ("BUSY", "HELD", "next request, or the same one with its round dropped"),
         ("BUSY", "CUT", _AT_ONCE),
         ("BUSY", "PAUSED", "Pause"),
         ("BUSY", "STRAGGLER", "all others held for `patience_s`"),
+        ("BUSY", "SILENT", "nothing is heard of it, and others have the run's model"),
         ("BUSY", "ENDED", "last round completed"),
         ("STRAGGLER", "HELD", "next request, or the same one"),
         ("STRAGGLER", "CUT", _AT_ONCE),
         ("STRAGGLER", "PAUSED", "Pause"),
+        ("SILENT", "STRAGGLER", "it is heard again"),
         ("CUT", "HELD", "global round after its time is over"),
         ("CUT", "PAUSED", "Pause, or the answer to a call"),
         ("CUT", "ENDED", "its node leaves, or the run ends"),
@@ -367,7 +375,8 @@ class Roster:
 
     def away(self) -> list[Member]:
         """Return the members that are outside rounds now, but may take part later."""
-        return self.within(MemberState.JOINED, MemberState.STRAGGLER, MemberState.CUT, MemberState.PAUSED)
+        out = (MemberState.STRAGGLER, MemberState.SILENT, MemberState.CUT)
+        return self.within(MemberState.JOINED, *out, MemberState.PAUSED)
 
     def holders(self) -> list[Member]:
         """Return the members that have the run's model and have not ended."""
@@ -477,7 +486,7 @@ class Roster:
             member.rank = rank
             self._to_queue(member).held += 1
         number = max(self.generation.number + 1 if self.generation else 1, least)
-        keep = (MemberState.PAUSED, MemberState.FINISHED, MemberState.STRAGGLER)
+        keep = (MemberState.PAUSED, MemberState.FINISHED, MemberState.STRAGGLER, MemberState.SILENT)
         others = [m.place for m in self.within(*keep)]
         self.generation = Generation.of(number, [m.place for m in members], transport, missed, nccl_nodes, others)
         return self.generation

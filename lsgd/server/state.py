@@ -24,6 +24,12 @@ from lsgd.server.tenure import Tenure
 HERE_S = 5.0
 """A worker that was heard at most so long ago counts as being there."""
 
+SILENCE_S = 5.0
+"""After so long without its heartbeat, which comes every second, a worker counts as silent; or after its lease."""
+
+CLOSED_S = 1.0
+"""The same once the connection of its node has closed: a process that lives makes another one."""
+
 LOOPS_EVERY_S = 1e-4
 """How long, for each worker, the share of their own loops is cached."""
 
@@ -144,6 +150,7 @@ class RunState:
         links: members that the run continues without, because others cannot reach them.
         meeting: call that workers make together.
         data: what workers have said of their data.
+        closed_at: when the last connection of a node has closed.
     """
 
     plan: Plan
@@ -156,6 +163,7 @@ class RunState:
     life: Life = field(default_factory=lambda: Life(Stage.GATHERING, 0.0))
     gathering: Gathering = field(default_factory=Gathering)
     progress: Progress = field(default_factory=Progress)
+    closed_at: dict[int, float] = field(default_factory=dict)
     course: Course = field(init=False)
     links: Links = field(init=False)
     meeting: Meeting = field(default_factory=Meeting)
@@ -226,6 +234,17 @@ class RunState:
     def patience_s(self) -> float:
         """How long others wait for a worker, in seconds; infinite: for ever."""
         return self.plan.run.patience_s or math.inf
+
+    @property
+    def silence_s(self) -> float:
+        """After how long without a word a worker counts as silent, in seconds."""
+        return min(SILENCE_S, self.plan.run.lease_s)
+
+    def is_silent(self, member: Member) -> bool:
+        """Whether a worker is probably gone: its heartbeats are missing, or its node's connection has closed."""
+        closed_at = self.closed_at.get(member.join.node, -math.inf)
+        is_closed = member.heard_at <= closed_at < self.now - CLOSED_S
+        return is_closed or self.now - member.heard_at > self.silence_s
 
     @property
     def limit(self) -> float:

@@ -73,6 +73,12 @@ def model_away(state: RunState, now: float) -> Reason:
     return Why.MODEL_AWAY(who=named([m for m in away if m.synced] or away))
 
 
+def leases(state: RunState, now: float) -> Reason:
+    """What is left to do is granted to those who are silent, or they may yet take part in the last round."""
+    silent = state.roster.within(MemberState.SILENT)
+    return Why.LEASE(who=named(silent), quiet_s=now - max(m.heard_at for m in silent))
+
+
 def model_lost(state: RunState, now: float) -> Reason:
     """Nobody has the run's model, and there is no checkpoint."""
     return Why.MODEL_LOST(count=state.ledger.count)

@@ -104,7 +104,7 @@ def test_a_local_server_killed_and_started_again_at_once(cluster) -> None:
     kill(locals_[1])
     again = cluster.start_local(1)
     trains(cluster)
-    assert cluster.status()["generation"] == 1
+    assert " leaves: " not in server.output, "at most they have missed a round"
     assert finish(cluster, server, *workers, locals_[0], again) == steps(cluster)
     assert again.says("node1/worker0 is here already")
 
@@ -185,13 +185,16 @@ def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_it
     if fault != "stuck":
         victim.send(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
     code = "failed" if fault == "killed" else "silent"
+    if fault != "killed":
+        cluster.tells(WorkerChanged, worker="node0/worker2", state="away", code=code)
     cluster.tells(WorkerChanged, worker="node0/worker2", state="left", code=code)
     if fault == "frozen":
         assert state(victim) == "T"
     if fault == "stuck":
         assert "lets the GIL go" not in victim.output
     assert len(cluster.generation(2).members) == 2
-    assert cluster.tells(GenerationBegan, code=f"member_left.{code}").generation.number == 2
+    if fault == "killed":
+        assert cluster.tells(GenerationBegan, code=f"member_left.{code}").generation.number == 2
     trains(cluster)
 
     if fault == "killed":

@@ -60,6 +60,36 @@ def exchange(listener: Listener, link: Connector) -> Callable[[], bool]:
     return once
 
 
+@pytest.mark.parametrize("secured", [True, False])
+def test_a_peer_whose_connection_closes_is_named_once_it_makes_no_other(secured, ring) -> None:
+    keys = parse_token(ring.token("node1"), "the token") if secured else None
+    with (
+        Listener("tcp://127.0.0.1:0", ring if secured else None) as listener,
+        Connector(listener.address, b"node1#1", keys) as here,
+    ):
+        with Connector(listener.address, b"node1#2", keys) as gone:
+            both = [exchange(listener, link) for link in (here, gone)]
+            until(
+                lambda: all([once() for once in both]) and listener._monitor and not listener._monitor.strangers,
+                "both are known",
+            )
+            assert listener.closed() == []
+        closed: list[bytes] = []
+
+        def is_seen() -> bool:
+            list(listener.receive())
+            closed.extend(listener.closed())
+            return bool(closed)
+
+        until(is_seen, "its end is seen")
+        assert closed == [b"node1#2"] and listener.closed() == []
+
+
+def test_a_listener_on_this_machine_names_nobody(tmp_path) -> None:
+    with Listener(f"ipc://{tmp_path}/socket") as listener:
+        assert listener.closed() == []
+
+
 def flood(listener: Listener, count: int) -> threading.Thread:
     """Connect and be refused so many times."""
 

@@ -46,7 +46,6 @@ from .simulated_worker import SimulatedWorker
 if TYPE_CHECKING:
     from .failover_run import World
 
-TICK_S = 0.25
 RESTARTS = 5
 
 
@@ -104,7 +103,7 @@ class ServerTask(Task):
             self.server.turn(self.host.world.now, "".join(self.got[:1]))
             if self.server.exit_code is not None:
                 self.ends(self.server.exit_code)
-            self.host.after(TICK_S, self._tick)
+            self.host.after(self.host.world.tick_s, self._tick)
 
     def send(self, number: Signals) -> None:
         if self.server is None or number is SIGKILL:
@@ -152,6 +151,8 @@ class Host:
         self.world, self.index, self.size = world, index, workers
         self.alive, self.frozen = True, False
         self.cannot_serve, self.failed = False, 0
+        self.refuses = False  # while it is not alive: whether its system says that nobody listens
+        self.closed: list[bytes] = []  # connections to its global server
         self.place = Place(index, f"tcp://10.0.0.{index + 1}:1")
         self.server: GlobalDaemon | None = None
         self.journals = {"journal": MemoryJournal(), "of others": MemoryJournal()}
@@ -260,7 +261,7 @@ class Host:
             clock=lambda: world.now,
         )
         self.node.begin()
-        self.after(self.random.uniform(0, TICK_S), self._tick)
+        self.after(self.random.uniform(0, world.tick_s), self._tick)
 
     def says(self, text: str) -> None:
         """Note a line of its launcher."""
@@ -294,7 +295,7 @@ class Host:
 
     def _tick(self) -> None:
         if self.node.turn(cast(Any, self.signals)):
-            self.after(TICK_S, self._tick)
+            self.after(self.world.tick_s, self._tick)
         else:
             self.end()
 
@@ -309,7 +310,7 @@ class Host:
     def serve(self, state: RunState, journal: MemoryJournal) -> GlobalDaemon:
         """Let a global server listen."""
         self.inbox.clear()
-        self.links = {}
+        self.links, self.closed = {}, []
         journal.open()
         standbys = Standbys(self.place)
         listener = cast(Listener, ServerListener(self))
@@ -333,11 +334,16 @@ class Host:
             if isinstance(task, ServerTask):
                 task.send(SIGKILL)
 
-    def die(self) -> None:
-        """Lose the machine, with all that is on it but its disk."""
+    def die(self, *, closes: bool = False) -> None:
+        """Lose the machine, with all that is on it but its disk.
+
+        ``closes``: it loses its launcher, and with it all processes, and the system closes their connections.
+        """
         for task in self.tasks:
             task.send(SIGKILL)
-        self.alive = False
+        self.alive, self.refuses = False, closes
+        if closes:
+            self.world.close_connections(self)
 
     def reboot(self) -> None:
         """Start the machine again, and what it had, from its disk."""
@@ -363,7 +369,7 @@ class Worker(SimulatedWorker):
         self.term: Term | None = None
         self.code: int | None = None
         self.ended_at = math.inf
-        super().__init__(cast(Any, host), host.index, index, incarnation, 0.5)
+        super().__init__(cast(Any, host), host.index, index, incarnation, host.world.step_s)
         host.world.names[incarnation] = self.name
 
     def hears(self, frame: bytes, terms: tuple[Term, ...] = ()) -> None:

@@ -89,7 +89,8 @@ class MemoryKnock:
             self._began_at, self._sent_at = now, -math.inf
         if now - self._sent_at >= SYN_AGAIN_S:
             self._sent_at = now
-            if other.alive and not other.frozen and host.world.reaches(host, other):
+            answers = not other.frozen if other.alive else other.refuses
+            if answers and host.world.reaches(host, other):
                 self._end(True)
         if now - self._began_at >= KNOCK_WITHIN_S:
             self._end(False)
@@ -117,6 +118,10 @@ class ServerListener:
             return False
         link.answer(frames)
         return True
+
+    def closed(self) -> list[bytes]:
+        closed, self._host.closed = self._host.closed, []
+        return closed
 
     def refusals(self) -> Iterator[str]:
         yield from ()

@@ -51,6 +51,8 @@ class World:
         delay_s: how late messages are at most.
         start_s: how long servers take to start, at least and at most.
         connects_s: how long it takes to make a connection, besides the time that messages take.
+        step_s: how long a worker's step takes, about.
+        tick_s: how often the loops of servers and launchers turn.
     """
 
     def __init__(
@@ -61,9 +63,12 @@ class World:
         delay_s: float = 0.05,
         start_s: tuple[float, float] = START_S,
         connects_s: float = 0.0,
+        step_s: float = 0.5,
+        tick_s: float = 0.25,
     ) -> None:
         self.plan, self.random, self.delay_s = plan, random.Random(seed), delay_s
         self.start_s, self.connects_s = start_s, connects_s
+        self.step_s, self.tick_s = step_s, tick_s
         self.faults = Faults(exchange_timeout_s=6.0)
         self.now = 0.0
         self.notes: list[tuple[int, Any]] = []
@@ -140,6 +145,15 @@ class World:
         while waiting and waiting[0][0] <= self.now:
             waiting.popleft()[1]()
 
+    def close_connections(self, host: Host) -> None:
+        """Let those at the other ends of a host's connections see that they are closed."""
+        for other in self.hosts:
+            for name in [name for name, link in other.links.items() if link.host is host]:
+                other.links.pop(name).close()
+                other.closed.append(name.encode())
+        for meeting in list(self._meetings.values()):
+            self._breaks(meeting)
+
     # -- data plane --------------------------------------------------------------------------------------------
 
     def arrive(self, worker: Worker) -> None:
@@ -148,7 +162,16 @@ class World:
         meeting.arrived[worker.name] = worker
         if set(meeting.arrived) == meeting.names:
             self._exchange(meeting)
+        self._breaks(meeting)
         worker.run.after(self.faults.exchange_timeout_s, lambda: worker.current is answer and worker.drop())
+
+    def _breaks(self, meeting: Meeting) -> None:
+        """Let those who have come drop a round if the system of another one's host says that it is gone."""
+        refuse = {f"node{host.index}" for host in self.hosts if host.refuses and not host.alive}
+        if refuse.isdisjoint(name.partition("/")[0] for name in meeting.names):
+            return
+        for worker in meeting.arrived.values():
+            worker.run.after(self.delay_s, lambda worker=worker: worker.round == meeting.round and worker.drop())  # type: ignore[misc]
 
     def _exchange(self, meeting: Meeting) -> None:
         workers = list(meeting.arrived.values())

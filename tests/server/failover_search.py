@@ -87,7 +87,7 @@ def strike(world: World, fault: str, rng: random.Random) -> bool:
             host = next((each for each in alive if each.claims), host)
         if not may_die(world, host):
             return False
-        host.die()
+        host.die(closes=host.index % 2 == 1)
     elif fault == "partition":
         part = {each.index for each in world.hosts if rng.random() < 0.5}
         _cut(world, [(a, b) for a in part for b in range(len(world.hosts)) if b not in part], lasts_s)

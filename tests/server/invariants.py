@@ -19,7 +19,8 @@ def check_state(state: RunState) -> None:
     reported = sum(m.done for m in members) + sum(roster.made.values())
     assert ledger.count == ledger.base + reported or len(roster.left) == MAX_LEFT  # some are forgotten
     assert not state.stopping or ledger.tokens == 0
-    assert all(m.state in (MemberState.BUSY, MemberState.STRAGGLER) for m in members if m.granted)
+    has_grant = (MemberState.BUSY, MemberState.STRAGGLER, MemberState.SILENT)
+    assert all(m.state in has_grant for m in members if m.granted)
     assert all(m.state is MemberState.BUSY for m in members if m.round)
     assert all(m.answer is None for m in members if m.state is MemberState.CUT)
 

@@ -29,6 +29,7 @@ class MemoryListener:
 
     def __init__(self, run: "ServedRun") -> None:
         self.arrived: list[tuple[bytes, list[bytes]]] = []
+        self.gone: list[bytes] = []
         self._run = run
 
     def receive(self) -> Iterator[tuple[bytes, list[bytes]]]:
@@ -39,6 +40,10 @@ class MemoryListener:
         for worker, frame in zip(frames[::2], frames[1::2], strict=True):
             self._run.downward(int(worker or 0), frame)
         return True
+
+    def closed(self) -> list[bytes]:
+        gone, self.gone = self.gone, []
+        return gone
 
     def refusals(self) -> Iterator[str]:
         yield from ()

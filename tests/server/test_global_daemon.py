@@ -49,7 +49,7 @@ from lsgd.server.tenure import Tenure
 
 from ..integration.running import DEADLINE_S, Cluster, free_port, until
 from .helpers import greeting, make_plan
-from .served_run import MemoryListener
+from .served_run import MemoryListener, ServedRun
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ class Answers(MemoryListener):
     """Keeps what is sent, by peer."""
 
     def __init__(self) -> None:
-        self.arrived = []
+        super().__init__(cast(ServedRun, None))
         self.sent: defaultdict[bytes, list[tuple[bytes, object]]] = defaultdict(list)
 
     def send(self, peer: bytes, frames: Sequence[bytes]) -> bool:
@@ -255,6 +255,19 @@ def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(mon
     for _ in range(2):  # the answer may be lost
         assert answers(b"node0#1", encode(NodeLeave(0, 1, "done"))) == [(b"", Left())]
     assert isinstance(answers(b"node0#2", beta)[0][1], NodeWelcome)
+
+
+def test_a_node_whose_connection_has_closed_is_replaced_at_once(monkeypatch) -> None:
+    monkeypatch.setattr("lsgd.server.global_daemon.say", lambda text: None)
+    link = Answers()
+    daemon = GlobalDaemon(Coordinator(RunState(make_plan(), "run")), cast(Listener, link), watches_memory=False)
+    for peer, incarnation, gone in ((b"node0#1", 1, []), (b"node1#1", 1, []), (b"node1#2", 2, [b"node1#1"])):
+        link.gone += gone
+        daemon.turn(0.5 * incarnation)
+        link.arrived.append((peer, [hello(int(peer[4:5]), incarnation)]))
+        daemon.turn(0.5 * incarnation)
+        assert isinstance(link.sent[peer][-1][1], NodeWelcome)
+    assert daemon.coordinator.state.closed_at == {1: 1.0}
 
 
 def test_a_run_that_ends_keeps_its_settings(monkeypatch) -> None:

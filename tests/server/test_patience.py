@@ -334,11 +334,11 @@ def test_the_deadline_of_a_round_begins_when_its_transfer_ends_or_stands_still(s
     assert bench.codes[0] == "round_fails.stuck"
 
 
-def test_who_falls_silent_in_a_transfer_keeps_its_round_open_for_its_lease_only() -> None:
+def test_who_falls_silent_in_a_transfer_keeps_its_round_open_for_five_heartbeats_only() -> None:
     bench = with_a_long_transfer()
     bench.incarnations.pop("01")
-    bench.tick(11.0)
-    assert bench.codes[:2] == ["leaves.silent", "round_fails.gone.silent"] and not bench.book.open
+    bench.tick(6.0)
+    assert bench.codes[:2] == ["left_out.silent", "round_fails.fell_silent.silent"] and not bench.book.open
 
 
 def test_a_transfer_outside_a_round_keeps_no_round_open() -> None:

@@ -7,6 +7,7 @@ import pytest
 from lsgd.protocol.events import Note, decode_event
 from lsgd.protocol.messages import PROTOCOL, EventsQuery, Join, Pause, StopRun, Upward, encode
 from lsgd.server.feed import FOLLOWS_FOR_S
+from lsgd.server.state import SILENCE_S
 from lsgd.server.stream import Stream
 from lsgd.watch.view import RunView
 
@@ -128,12 +129,12 @@ def test_kills_over_a_network_that_loses_doubles_and_delays(seed) -> None:
     assert run.state.roster.generation.number == 1, "nobody was missed"
 
 
-def test_a_worker_that_dies_is_evicted_after_its_lease_and_another_takes_its_place() -> None:
+def test_a_worker_that_dies_is_left_out_after_five_heartbeats_and_evicted_after_its_lease() -> None:
     run = begun([3])
     run.workers[2].end()
-    took_s = run.until(lambda: len(live(run)) == 2)
-    assert LEASE_S - 2 < took_s < LEASE_S + 2
+    assert run.until(lambda: len(live(run)) == 2) < SILENCE_S + 1
     run.until(lambda: run.state.roster.generation.number == 2)
+    assert LEASE_S - SILENCE_S - 2 < run.until(lambda: len(run.state.roster.members) == 2) < LEASE_S
     run.trains(60)
     run.add(0, 2)
     run.until(lambda: run.state.roster.generation.number == 3)
@@ -181,15 +182,18 @@ def test_a_node_that_is_cut_off_is_evicted_and_the_others_train_on() -> None:
     finish(run)
 
 
-def test_a_link_that_is_cut_for_less_than_a_lease_costs_no_member() -> None:
+@pytest.mark.parametrize("cut_s", [SILENCE_S - 1.0, LEASE_S - 2.0])
+def test_a_link_that_is_cut_for_less_than_a_lease_costs_no_member(cut_s: float) -> None:
     run = begun([2, 2])
     run.cut.add(1)
-    end = run.now + LEASE_S / 2
+    end = run.now + cut_s
     run.until(lambda: run.now > end)
     run.cut.clear()
+    run.until(lambda: len(live(run)) == 4)
     run.trains(60)
-    assert run.state.roster.generation.number == 1
-    assert finish(run) == run.steps
+    assert (run.state.roster.generation.number == 1) == (cut_s < SILENCE_S)
+    assert not run.state.roster.left
+    assert finish(run) == run.steps or cut_s > SILENCE_S, "what it made alone meanwhile, the others make again"
 
 
 def test_silence_of_all_costs_no_run_its_model() -> None:

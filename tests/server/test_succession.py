@@ -313,8 +313,8 @@ def test_a_part_without_a_worker_that_has_the_model_gives_up_whatever_its_count(
     takes(bench, 1)
     bench.coordinator.meet(other(1, ONE, TWO, THREE), bench.now)
     assert bench.state.tenure.gives_way is None  # it has just begun
-    for _ in range(4):  # not all at once, as if this process had been frozen
-        bench.now += 5.0
+    for _ in range(10):  # not all at once, as if this process had been frozen
+        bench.now += 2.0
         bench.coordinator.tick(bench.now)
     bench.coordinator.meet(other(1, ONE, TWO, THREE), bench.now)
     assert bench.ledger.count > 1 and bench.state.tenure.gives_way is not None
@@ -323,8 +323,8 @@ def test_a_part_without_a_worker_that_has_the_model_gives_up_whatever_its_count(
 def test_late_words_from_nodes_that_have_moved_count_for_nothing() -> None:
     bench = started("00", "10", period=1, local_period=1)
     bench.ask_all("00", "10")
-    bench.now += 6.0
-    bench.heartbeat("10")
+    bench.incarnations.pop("00")
+    bench.tick(6.0)
     bench.act(bench.coordinator.meet(other(1, ONE, TWO, nodes=(1,)), bench.now))
     assert [note.code for note in bench.notes] == ["gives_up"]
 
