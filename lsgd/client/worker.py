@@ -384,8 +384,9 @@ class Worker:
         return partial(_tell, weakref.ref(self), where, facts)
 
     def _stream_loader(self, stream: Iterable[Any], options: dict[str, Any]) -> StreamLoader:
-        agree = partial(_all_have_a_batch, self._membership.island)
-        return self._checkpoints.attend(self._ending(StreamLoader(self._part(stream), agree, options)))
+        gather = partial(self._membership.island.gather, "draws a batch")
+        loader = StreamLoader(self._part(stream), lambda has: all(gather(has)), options)
+        return self._checkpoints.attend(self._ending(loader))
 
     def _deal(self, loader: ShardLoader) -> ShardLoader:
         loader.passes.tell = self._dealt(place_in_script(), facts_of(loader.dataset, loader.passes))
@@ -941,10 +942,6 @@ def _tell(me: "weakref.ref[Worker]", where: str, facts: dict[str, str], epoch: i
 def _has_ended(me: "weakref.ref[Worker]") -> bool:
     worker = me()
     return worker is not None and worker.stopped
-
-
-def _all_have_a_batch(island: Island, has: bool) -> bool:
-    return all(island.gather("draws a batch", has))
 
 
 def _leave_at_exit(me: "weakref.ref[Worker]") -> None:

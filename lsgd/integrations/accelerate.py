@@ -96,14 +96,9 @@ class LsgdLoop(Integration):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if error is None:
-                self._leave()
-        except BaseException as late:
-            error = late
-            raise
-        finally:
-            self._close(error)
+        if error is None:
+            self._leave()
+        self._close(error)
 
     @property
     def worker(self) -> Worker:

@@ -87,30 +87,23 @@ class Integration:
         worker, run = self._joined, self._joined.plan.run
         if not run.has_end and counts and 0 < steps < math.inf:
             worker.steps = int(steps)
-        own = f"{steps if steps >= 0 else math.inf:g} steps of its own ({limits})"
-        end = " or ".join(
-            [f"{run.iterations} iterations of all workers together"] * bool(run.iterations)
-            + [f"{run.seconds:g} s"] * bool(run.seconds)
-        )
         if worker.steps:
-            left = max(0, worker.steps - worker.step)
             logger.info(
                 "%s: the plan has no end, so the run ends with its workers' own steps: this one makes %d (%s), and "
                 "then waits for the others",
-                *(worker.name, left, limits),
+                *(worker.name, max(0, worker.steps - worker.step), limits),
             )
-        elif not end:
-            logger.warning("%s: the plan has no end, so this worker leaves after %s", worker.name, own)
-        elif 0 <= steps * worker.world_size < run.iterations:
-            logger.warning(
-                "%s leaves after %s, before the run's end after %s; max_steps = %d leaves the end to the run",
-                *(worker.name, own, end, run.iterations),
-            )
-        else:
-            logger.info(
-                "%s: the run ends after %s, and stops the trainer; or this worker leaves after %s, whichever is first",
-                *(worker.name, end, own),
-            )
+            return
+        ends = [f"{run.iterations} iterations of all workers together"] * bool(run.iterations)
+        ends += [f"{run.seconds:g} s"] * bool(run.seconds)
+        is_early = not ends or 0 <= steps * worker.world_size < run.iterations
+        logger.log(
+            logging.WARNING if is_early else logging.INFO,
+            "%s leaves after %g steps of its own (%s); %s%s",
+            *(worker.name, steps if steps >= 0 else math.inf, limits),
+            f"the run ends after {' or '.join(ends)}, if that is first" if ends else "the plan has no end",
+            f"; max_steps = {run.iterations} leaves the end to the run" if is_early and ends else "",
+        )
 
     # -- steps -------------------------------------------------------------------------------------------------
 
