@@ -3,7 +3,7 @@
 Needs: gymnasium
 Steps: 320
 Figure: mean return
-Remark: Episodes of the last quarter of the training; more is better
+Remark: Episodes of the last quarter; more is better. After a resume games begin anew, and rates are by rollouts
 """
 
 import os
