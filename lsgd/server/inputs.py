@@ -55,17 +55,19 @@ class Inputs:
         self._folder = folder
         self._file: BinaryIO | None = None
         self._nbytes = 0
+        self._packer = msgpack.Packer(autoreset=False)  # packed, and not in the file yet
 
     def add(self, state: RunState, kind: Kind, now: float, what: Any = b"") -> None:
         """Note an input before it is decided."""
         if self._folder is None:
             return
-        try:
-            if self._file is None or self._nbytes > MOST_NBYTES:
+        if self._file is None or self._nbytes > MOST_NBYTES:
+            try:
                 self.begin(state)
-            self._write((int(kind), now, state.tenure.guarded, what))
-        except OSError:
-            self._folder = None
+            except OSError:
+                self._folder = None
+                return
+        self._pack((kind, now, state.tenure.guarded, what))
 
     def begin(self, state: RunState) -> None:
         """Begin a file with this state, in place of the older one.
@@ -76,6 +78,7 @@ class Inputs:
         if self._folder is None:
             return
         if self._file is not None:
+            self._write()
             self._file.close()
         newer, older = (self._folder / name for name in INPUTS)
         with suppress(FileNotFoundError):
@@ -83,7 +86,7 @@ class Inputs:
         self._file, self._nbytes = newer.open("wb"), 0
         bare = copy.copy(state)
         bare.tenure = replace(state.tenure, access=Access(relay=state.tenure.access.relay))
-        self._write((int(Kind.STATE), state.now, state.tenure.guarded, zlib.compress(pickle.dumps(bare))))
+        self._pack((Kind.STATE, state.now, state.tenure.guarded, zlib.compress(pickle.dumps(bare))))
 
     def begins_anew(self) -> None:
         """Note that the coordinator has another state from now on."""
@@ -93,6 +96,7 @@ class Inputs:
         """Let other programs read what was written."""
         if self._file is not None:
             try:
+                self._write()
                 self._file.flush()
             except OSError:
                 self._folder = self._file = None
@@ -104,9 +108,15 @@ class Inputs:
             self._file.close()
         self._folder = self._file = None
 
-    def _write(self, record: tuple[Any, ...]) -> None:
+    def _pack(self, record: tuple[int, float, bool, Any]) -> None:
+        self._packer.pack(record)
+        self._nbytes += len(record[-1])
+
+    def _write(self) -> None:
         assert self._file is not None
-        self._nbytes += self._file.write(msgpack.packb(record))
+        packed = self._packer.bytes()
+        self._packer.reset()
+        self._file.write(packed)
 
 
 class _States(pickle.Unpickler):
