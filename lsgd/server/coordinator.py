@@ -73,7 +73,7 @@ from lsgd.protocol.messages import (
     Upward,
 )
 from lsgd.protocol.wants import Call, More
-from lsgd.server import admission, answers, endings, evictions, meeting, scheduler, succession
+from lsgd.server import admission, answers, calls, endings, evictions, scheduler, succession
 from lsgd.server.life import Stage
 from lsgd.server.reasons import NO_REASON, Reason, Why
 from lsgd.server.roster import Member, MemberState
@@ -197,7 +197,7 @@ class Coordinator:
         state.now = now
 
     def _decide(self) -> Decision:
-        meeting.conclude(self.state)
+        calls.conclude(self.state)
         scheduler.advance(self.state)
         state, happened = self.state, self.state.roster.happened
         if happened or state.over:
@@ -264,7 +264,7 @@ class Coordinator:
 
     def _request(self, member: Member, request: Request) -> None:
         state, call = self.state, request.wants
-        if isinstance(call, Call) and (met := state.meeting.again(member.worker, member.join.incarnation, call)):
+        if isinstance(call, Call) and (met := state.calls.again(member.worker, member.join.incarnation, call)):
             state.answer(member, met)
             return
         if request.seq < max(member.seq, 1):

@@ -32,7 +32,7 @@ MOST_STATE_NBYTES = 256 << 20
 
 _PLAIN = {("builtins", "set"), ("builtins", "frozenset"), ("collections", "deque"), ("collections", "Counter")}
 _ROOMS = (
-    *(f"server.{name}" for name in "state tenure books roster course links meeting data life changes reasons".split()),
+    *(f"server.{name}" for name in "state tenure books roster course links calls data life changes reasons".split()),
     *("protocol.messages", "protocol.wants", "protocol.events", "plan.plan", "plan.run", "settings", "algorithms"),
 )
 

@@ -25,13 +25,13 @@ from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.fields import build, values_of
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop, Term
 from lsgd.server.books import MAX_ELECTIONS, Ledger, RoundBook
+from lsgd.server.calls import Calls
 from lsgd.server.changes import Changes
 from lsgd.server.course import Pace, Stretch
 from lsgd.server.daemon import tell
 from lsgd.server.data import DataBook
 from lsgd.server.life import Life
 from lsgd.server.links import Ways
-from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Asked, Has, Member, MemberState, OpenRound, Roster, finite
 from lsgd.server.state import Gathering, Progress, RunState
@@ -331,7 +331,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "links": state.links.capture(now),
         "ways": state.links.ways.capture(),
         "first": state.gathering.first,
-        "meeting": state.meeting.to_json(),
+        "meeting": state.calls.to_json(),
         "terms": [[term.number, term.node] for term in state.tenure.terms],
         "beaten": [[term.number, term.node] for term in state.tenure.beaten],
         "moved": state.tenure.took_over,
@@ -400,7 +400,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
         ),
         progress=Progress(None if saved["elapsed_s"] is None else now - saved["elapsed_s"]),
         gathering=Gathering(saved["first"]),
-        meeting=Meeting.from_json(saved["meeting"]),
+        calls=Calls.from_json(saved["meeting"]),
         life=Life.from_json(saved["life"], now),
         data=DataBook.from_json(saved["data"]),
         tenure=Tenure(_terms_of(saved["terms"]), _terms_of(saved["beaten"]), saved["moved"]),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lsgd.protocol.messages import Origin
-from lsgd.server import meeting, waits
+from lsgd.server import calls, waits
 from lsgd.server.course import Stretch
 from lsgd.server.greetings import origin_of
 from lsgd.server.life import Stage
@@ -140,7 +140,7 @@ def awaited(state: RunState, member: Member) -> Reason:
         return state.links.words(member.worker, state.now)
     if member.state is MemberState.FINISHED:
         return waits.others_train(state, state.now)
-    return meeting.awaited(state, member.call) if member.call else waits_for(state, state.now)
+    return calls.awaited(state, member.call) if member.call else waits_for(state, state.now)
 
 
 def _call_back(state: RunState) -> HoldAgain | None:

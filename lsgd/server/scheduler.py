@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from lsgd.protocol.events import GenerationBegan
 from lsgd.protocol.messages import Round
-from lsgd.server import answers, endings, meeting, next_step
+from lsgd.server import answers, calls, endings, next_step
 from lsgd.server.books import election, line, roles
 from lsgd.server.course import Stretch
 from lsgd.server.greetings import transport_of
@@ -23,7 +23,7 @@ from lsgd.settings import same_form
 def serve(state: RunState, member: Member) -> None:
     """Answer a new request, unless it is held: with an iteration, its node's round, the end, or why it is cut off."""
     if member.call:
-        meeting.come(state, member, member.call)
+        calls.come(state, member, member.call)
     if state.closed or member.leaving:
         answers.dismiss(state, member)
     elif member.state is MemberState.CUT:
@@ -67,7 +67,7 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
             _go_back(state, step)
         case next_step.Pause(callers):
             for member in callers:
-                meeting.pause(state, member)
+                calls.pause(state, member)
         case next_step.EndRun(reason, stretch):
             if stretch is not None:
                 _begin_stretch(state, stretch)
@@ -178,7 +178,7 @@ def _order(
         state.course.pace.ordered(state.now, state.ledger.count, first=state.book.fresh)
     state.book.order(order, members, state.now)
     leader.times_leader += state.leads
-    means = state.meeting.take_means() if scope == "global" else {}
+    means = state.calls.take_means() if scope == "global" else {}
     seconds = state.now - state.progress.started_at
     entry = election(order, leader if state.leads else None, members, seconds, means)
     state.book.elections.append(entry)

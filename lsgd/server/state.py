@@ -11,12 +11,12 @@ from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import Happening, Note
 from lsgd.protocol.messages import Downward, Join, Pause, Request, worker_name
 from lsgd.server.books import Ledger, RoundBook
+from lsgd.server.calls import Calls
 from lsgd.server.changes import Changes
 from lsgd.server.course import Course
 from lsgd.server.data import DataBook
 from lsgd.server.life import Life, Stage
 from lsgd.server.links import Links
-from lsgd.server.meeting import Meeting
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
 from lsgd.server.roster import Member, MemberState, Roster, named
 from lsgd.server.tenure import Tenure
@@ -148,7 +148,7 @@ class RunState:
 
     Attributes:
         links: members that the run continues without, because others cannot reach them.
-        meeting: call that workers make together.
+        calls: those that workers make together.
         data: what workers have said of their data.
         closed_at: when the last connection of a node has closed.
     """
@@ -166,7 +166,7 @@ class RunState:
     closed_at: dict[int, float] = field(default_factory=dict)
     course: Course = field(init=False)
     links: Links = field(init=False)
-    meeting: Meeting = field(default_factory=Meeting)
+    calls: Calls = field(default_factory=Calls)
     data: DataBook = field(default_factory=DataBook)
     outbox: Outbox = field(default_factory=Outbox)
 
@@ -183,7 +183,7 @@ class RunState:
     def count_in(self, changes: Changes) -> None:
         """Let all parts of the state count their changes in one place."""
         self.tenure.changes = self.gathering.changes = self.life.changes = self.roster.changes = changes
-        self.links.changes = self.links.ways.changes = self.meeting.changes = self.data.changes = changes
+        self.links.changes = self.links.ways.changes = self.calls.changes = self.data.changes = changes
         self.book.changes = self.course.changes = changes
 
     @property

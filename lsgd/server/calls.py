@@ -25,8 +25,8 @@ WAITING = (MemberState.HELD, MemberState.PAUSED, MemberState.CUT)
 
 
 @dataclass(eq=False)
-class Meeting:
-    """The answers of the last meeting; those who wait for the next one have a ``call`` in the roster.
+class Calls:
+    """The answers of the last calls; those who wait for the next one have a ``call`` in the roster.
 
     Attributes:
         answered: incarnation and answer of each worker, in case the answer is lost; the journal keeps them.
@@ -43,8 +43,8 @@ class Meeting:
         return {w: [who, met.number, met.values, met.workers, met.error] for w, (who, met) in self.answered.items()}
 
     @classmethod
-    def from_json(cls, saved: Mapping[str, Sequence[Any]]) -> Meeting:
-        """Return the meeting that :meth:`to_json` described."""
+    def from_json(cls, saved: Mapping[str, Sequence[Any]]) -> Calls:
+        """Return the calls that :meth:`to_json` described."""
         return cls({worker: (who, Met(*fields)) for worker, (who, *fields) in saved.items()})
 
     def again(self, worker: str, incarnation: int, call: Call) -> Met | None:
@@ -92,17 +92,17 @@ def pause(state: RunState, member: Member) -> None:
 def conclude(state: RunState) -> None:
     """Answer all calls once everybody has come who still trains; if the run stops, nobody else will come."""
     held, live = state.roster.held, state.roster.live
-    if not state.meeting.is_due(held if held == live else 0, stopping=bool(state.stopping)):
+    if not state.calls.is_due(held if held == live else 0, stopping=bool(state.stopping)):
         return
     callers = _callers(state)
     if not callers or _missing(state) or any(m.state not in WAITING for m in callers):
         return
     calls = list(callers.values())
     means = {name: mean_of([call.numbers[name] for call in calls]) for name in calls[0].numbers}
-    both = means | state.meeting.means | means  # the newest numbers, and their names first
-    state.meeting.means = dict(islice(both.items(), MAX_LOGGED))
-    answered = state.meeting.answered.items()  # who does not take part may not have heard of its last one yet
-    state.meeting.answered = {worker: last for worker, last in answered if worker in state.roster.members}
+    both = means | state.calls.means | means  # the newest numbers, and their names first
+    state.calls.means = dict(islice(both.items(), MAX_LOGGED))
+    answered = state.calls.answered.items()  # who does not take part may not have heard of its last one yet
+    state.calls.answered = {worker: last for worker, last in answered if worker in state.roster.members}
     for member, call in callers.items():
         _answer(state, member, Met(call.number, means, len(callers)))
 
@@ -119,7 +119,7 @@ def awaited(state: RunState, call: Call) -> Reason:
 
 def _answer(state: RunState, member: Member, met: Met) -> None:
     """Answer a call; the next round waits for the worker, which now goes on, unless others cannot reach it."""
-    state.meeting.answered[member.worker] = member.join.incarnation, met
+    state.calls.answered[member.worker] = member.join.incarnation, met
     state.roster.goes_on(member)
     state.progress.moved_at = state.now
     state.roster.move(member, MemberState.PAUSED if member.state is MemberState.CUT else MemberState.BUSY)
