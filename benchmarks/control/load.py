@@ -28,7 +28,7 @@ from lsgd.protocol.messages import (
     worker_name,
 )
 from lsgd.protocol.sockets import Connector, wait_for
-from lsgd.server.held import HeldCopy
+from lsgd.server.copies import HeldCopy
 
 START_WITHIN_S = 60.0
 WARM_UP_S = 0.3

@@ -37,9 +37,9 @@ from lsgd.protocol.messages import (
     worker_name,
 )
 from lsgd.protocol.wants import More
-from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.next_step import waits_for
+from lsgd.server.rounds import abridged
 from lsgd.server.state import Decision, RunState
 
 WORKERS_PER_NODE = 8

@@ -11,7 +11,7 @@ from lsgd.node.uplink import HELLO_EVERY_S, SILENT_AFTER_S, Uplink
 from lsgd.node.workers import Lines, Workers
 from lsgd.protocol.messages import PROTOCOL, Moved, NodeHello, NodeWelcome, Place, Term, WorkerHelloReply, encode
 from lsgd.server import succession
-from lsgd.server.held import HeldCopy
+from lsgd.server.copies import HeldCopy
 from lsgd.server.succession import Move
 
 SERVE_AGAIN_S = 5.0

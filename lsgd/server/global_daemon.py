@@ -43,15 +43,15 @@ from lsgd.protocol.messages import (
 from lsgd.protocol.sockets import Listener, wait_for
 from lsgd.run_folder import stage_of
 from lsgd.server import daemon, endings
-from lsgd.server.books import abridged
 from lsgd.server.coordinator import Coordinator
+from lsgd.server.copies import HeldCopy
 from lsgd.server.daemon import EXIT_AT_ONCE, GUARD_EVERY_S, LAST_WORDS_S, MOVED, TICK_S, Ending, complain, say, tell
 from lsgd.server.feed import Feed
-from lsgd.server.held import HeldCopy
 from lsgd.server.inputs import Inputs, Kind
 from lsgd.server.journal import Journal, capture, restore, taken_over
 from lsgd.server.reasons import ROUTINE, Why
 from lsgd.server.report import Record, report
+from lsgd.server.rounds import abridged
 from lsgd.server.standbys import Standbys
 from lsgd.server.state import Decision, RunState
 

@@ -31,8 +31,9 @@ MOST_STATE_NBYTES = 256 << 20
 """The largest state that is read."""
 
 _PLAIN = {("builtins", "set"), ("builtins", "frozenset"), ("collections", "deque"), ("collections", "Counter")}
+_STATE = "state tenure ledger rounds roster course links calls data life changes reasons"
 _ROOMS = (
-    *(f"server.{name}" for name in "state tenure books roster course links calls data life changes reasons".split()),
+    *(f"server.{name}" for name in _STATE.split()),
     *("protocol.messages", "protocol.wants", "protocol.events", "plan.plan", "plan.run", "settings", "algorithms"),
 )
 

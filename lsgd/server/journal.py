@@ -24,16 +24,17 @@ from lsgd.plan.plan import Plan, algorithm_of, table_of
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.fields import build, values_of
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop, Term
-from lsgd.server.books import MAX_ELECTIONS, Ledger, RoundBook
 from lsgd.server.calls import Calls
 from lsgd.server.changes import Changes
 from lsgd.server.course import Pace, Stretch
 from lsgd.server.daemon import tell
 from lsgd.server.data import DataBook
+from lsgd.server.ledger import Ledger
 from lsgd.server.life import Life
 from lsgd.server.links import Ways
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Asked, Has, Member, MemberState, OpenRound, Roster, finite
+from lsgd.server.rounds import MAX_ELECTIONS, RoundBook
 from lsgd.server.state import Gathering, Progress, RunState
 from lsgd.server.tenure import Tenure
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from lsgd.protocol.events import GenerationBegan
 from lsgd.protocol.messages import Round
 from lsgd.server import answers, calls, endings, next_step
-from lsgd.server.books import election, line, roles
 from lsgd.server.course import Stretch
 from lsgd.server.greetings import transport_of
 from lsgd.server.life import Stage
 from lsgd.server.reasons import Why, number_of
 from lsgd.server.roster import Member, MemberState, NodeQueue, named
+from lsgd.server.rounds import election, line, roles
 from lsgd.server.state import RunState
 from lsgd.server.waits import Wait
 from lsgd.settings import same_form

@@ -10,15 +10,16 @@ from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import Happening, Note
 from lsgd.protocol.messages import Downward, Join, Pause, Request, worker_name
-from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.calls import Calls
 from lsgd.server.changes import Changes
 from lsgd.server.course import Course
 from lsgd.server.data import DataBook
+from lsgd.server.ledger import Ledger
 from lsgd.server.life import Life, Stage
 from lsgd.server.links import Links
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
 from lsgd.server.roster import Member, MemberState, Roster, named
+from lsgd.server.rounds import RoundBook
 from lsgd.server.tenure import Tenure
 
 HERE_S = 5.0

@@ -32,11 +32,12 @@ from lsgd.protocol.messages import (
     Waiting,
     Welcome,
 )
-from lsgd.server.books import Ledger, RoundBook
 from lsgd.server.coordinator import Coordinator
+from lsgd.server.ledger import Ledger
 from lsgd.server.next_step import choose, waits_for
 from lsgd.server.reasons import Reason
 from lsgd.server.roster import MemberState, Roster
+from lsgd.server.rounds import RoundBook
 from lsgd.server.state import Decision, RunState
 from lsgd.server.waits import Wait
 from lsgd.settings import AlgorithmSettings, Schedule

@@ -31,11 +31,11 @@ from lsgd.protocol.messages import (
     StopRun,
     encode,
 )
-from lsgd.server.books import FIRST_LINES, MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
 from lsgd.server.coordinator import LINGER_S
 from lsgd.server.next_step import waits_for
 from lsgd.server.reasons import NO_REASON
 from lsgd.server.roster import MAX_LEFT, Member, MemberState, Roster
+from lsgd.server.rounds import FIRST_LINES, MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
 from lsgd.server.tenure import Access
 from lsgd.server.waits import LONG_ROUND_S
 from lsgd.settings import AlgorithmSettings

@@ -13,8 +13,8 @@ import pytest
 from lsgd.errors import ConfigError
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import ChangeSettings, Status
-from lsgd.server.books import MAX_ELECTIONS
 from lsgd.server.journal import VERSION, Journal, _digest
+from lsgd.server.rounds import MAX_ELECTIONS
 
 from ..integration.running import Cluster, until
 from .helpers import as_a_user_without_rights

@@ -5,7 +5,7 @@ import pytest
 from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.protocol import wants
 from lsgd.protocol.messages import Go, Stop
-from lsgd.server.books import MAX_FAILED_ROUNDS
+from lsgd.server.rounds import MAX_FAILED_ROUNDS
 
 from .helpers import Bench, started
 

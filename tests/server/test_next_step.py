@@ -8,10 +8,10 @@ from lsgd.algorithms import ALGORITHMS
 from lsgd.protocol import wants
 from lsgd.protocol.messages import Request
 from lsgd.server import next_step, scheduler, waits
-from lsgd.server.books import MAX_FAILED_ROUNDS
 from lsgd.server.journal import capture
 from lsgd.server.next_step import Close, EndRun, Final, GoBack, LimitWait, Lost, Serve, Step, Train
 from lsgd.server.roster import Has
+from lsgd.server.rounds import MAX_FAILED_ROUNDS
 from lsgd.server.waits import Wait
 
 from .helpers import Bench, Lockstep, started

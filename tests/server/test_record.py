@@ -5,8 +5,8 @@ from pathlib import Path
 
 from lsgd.protocol.messages import StopRun
 from lsgd.run_folder import METRICS, RESULT
-from lsgd.server.books import MAX_ELECTIONS
 from lsgd.server.report import RESULT_EVERY_S, RETRY_EVERY_S, Record
+from lsgd.server.rounds import MAX_ELECTIONS
 
 from .helpers import Bench, Lockstep, make_plan
 

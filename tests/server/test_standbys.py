@@ -9,7 +9,7 @@ import pytest
 from lsgd.errors import ProtocolError
 from lsgd.protocol.messages import PROTOCOL, Copy, NodeHello, Place
 from lsgd.server import standbys as module
-from lsgd.server.held import HeldCopy
+from lsgd.server.copies import HeldCopy
 from lsgd.server.journal import capture
 from lsgd.server.standbys import LOST_AFTER_S, MAX_ROUNDS, TOO_LONG, Standbys
 from lsgd.server.tenure import Access

@@ -20,11 +20,11 @@ from lsgd.protocol.messages import (
     StopRun,
     Term,
 )
-from lsgd.server.books import MOST_SKIPPED, RoundBook
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.journal import capture, restore, taken_over
 from lsgd.server.roster import MemberState
+from lsgd.server.rounds import MOST_SKIPPED, RoundBook
 from lsgd.server.standbys import Standbys
 from lsgd.server.succession import (
     NEXT_S,

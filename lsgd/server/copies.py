@@ -8,7 +8,7 @@ from typing import Any
 from lsgd.errors import ProtocolError
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Copy
-from lsgd.server.books import MAX_ELECTIONS
+from lsgd.server.rounds import MAX_ELECTIONS
 from lsgd.server.standbys import MAX_ROUNDS
 
 MAX_NBYTES = 64 << 20

@@ -1,0 +1,121 @@
+"""The ledger of iterations: the exact count, and the tokens from which each is granted."""
+
+from collections.abc import Iterable, Sequence
+
+from lsgd.server.roster import Member, NodeQueue
+
+LOOKAHEAD_SHARE = 4
+"""A grant ahead is at most this fraction (one part in so many) of an equal share of the tokens left."""
+
+
+class Ledger:
+    """The exact count and the run's queue of tokens; it also changes the queues of nodes and the grants of members.
+
+    The count is ``base`` plus what all incarnations have reported. It is what the run's model has, or will have.
+    No queue is below zero. The run's queue never exceeds the limit less what is made and granted.
+
+    Args:
+        count: iterations made.
+        base: those that no incarnation has reported, a checkpoint's, less those that were reported and are lost.
+        unheard: iterations that may have been made but not reported before the server was restarted.
+
+    Attributes:
+        tokens: iterations that the run may grant until its next global round.
+        lent: members that may have more than their next iteration, in order.
+        released: whether tokens came back, so that held requests may be granted now.
+    """
+
+    def __init__(self, count: int = 0, base: int = 0, unheard: int = 0) -> None:
+        self.count, self.base, self.unheard = count, base, unheard
+        self.tokens = 0.0
+        self.lent: dict[Member, None] = {}
+        self.released = False
+
+    def grant(self, member: Member, queue: NodeQueue, most: int, live: int) -> int:
+        """Grant up to ``most`` iterations, limited to the share of one of ``live`` members, and return how many.
+
+        At least one: the caller has checked that both queues have it (:meth:`has_token`).
+        """
+        iterations = 1
+        if most > 1:
+            share = min(self.tokens / live, queue.tokens / len(queue.members)) / LOOKAHEAD_SHARE
+            iterations = max(1, min(most, int(share)))
+        self.tokens -= iterations
+        queue.tokens -= iterations
+        member.granted += iterations
+        if member.granted > 2:
+            self.lent[member] = None
+        return iterations
+
+    def has_token(self, queue: NodeQueue) -> bool:
+        """Whether both queues have a token."""
+        return self.tokens >= 1 and queue.tokens >= 1
+
+    def begin_round(
+        self, members: Sequence[Member], tokens: float, queues: Iterable[NodeQueue], per_member: float
+    ) -> None:
+        """Grant an iteration to each member of a round, from the run's queue filled to ``tokens``.
+
+        The ``queues`` of nodes are filled to ``per_member`` for each member; the round takes nothing from them.
+        """
+        self.tokens = tokens - len(members)
+        for queue in queues:
+            queue.tokens = per_member * len(queue.members)
+        for member in members:
+            member.granted += 1
+
+    def settle(self, member: Member, queue: NodeQueue | None, *, stopping: bool) -> None:
+        """Give a member's unused grant back to the queues.
+
+        Without a ``queue`` it is outside the generation, and the next global round recounts what is left.
+        """
+        if member.granted and queue is not None and not stopping:
+            self.tokens += member.granted
+            queue.tokens += member.granted
+            self.released = True
+        member.granted = 0
+
+    def use(self, member: Member, done: int, keep: int = 0) -> None:
+        """Count what a member has done; take it from its grant except the last ``keep``, then from the run's queue."""
+        made = max(0, done - member.done)
+        if made:
+            used = min(made, max(0, member.granted - keep))
+            self.count += made
+            member.done += made
+            member.granted -= used
+            self.tokens = max(0.0, self.tokens - (made - used))
+
+    def revoke(self, member: Member) -> None:
+        """Forget what was granted to a member in a round that it has dropped."""
+        member.granted = 0
+
+    def lose(self, iterations: int) -> None:
+        """Count no longer what was made, and no model of the run will have."""
+        self.count -= iterations
+        self.base -= iterations
+
+    def set_aside(self, stragglers: list[Member]) -> None:
+        """Keep the grants of stragglers; after a restart at least one each, plus once what was unheard before it."""
+        if self.unheard:
+            for member in stragglers:
+                member.granted = max(1, member.granted)
+        stragglers[0].granted += self.unheard
+        self.unheard = 0
+
+    def at_risk(self, members: Iterable[Member]) -> int:
+        """Return the most iterations that live members can make before the next capture."""
+        return self.unheard + int(self.tokens) + sum(m.granted for m in members if m.live)
+
+    def withdraw(self) -> None:
+        """Take back all tokens that are not granted."""
+        self.tokens = 0.0
+
+    def shorten(self, limit: float, members: Iterable[Member]) -> None:
+        """Withdraw what a changed limit does not cover."""
+        left = limit - self.count - sum(m.granted for m in members)
+        self.tokens = max(0.0, min(self.tokens, left))
+
+    def go_back(self, count: int) -> None:
+        """Continue after ``count`` iterations, those of a checkpoint."""
+        self.base += count - self.count
+        self.count = count
