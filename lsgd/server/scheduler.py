@@ -195,10 +195,6 @@ def _order(
         answers.order(state, member, order)
 
 
-def _writes_checkpoint(state: RunState) -> bool:
-    return state.book.checkpoints.is_due(state.plan.run, state.book.ordered["global"], state.now)
-
-
 def _new_round(
     state: RunState, scope: str, members: Sequence[Member], queues: Iterable[NodeQueue], *, final: bool
 ) -> tuple[Round, Member]:
