@@ -21,7 +21,7 @@ from lsgd.protocol.events import (
     encode_event,
 )
 from lsgd.protocol.fields import packed
-from lsgd.protocol.messages import MAX_NBYTES, Completed, Heartbeat, Leave, encode
+from lsgd.protocol.messages import MAX_LOGGED, MAX_NBYTES, MAX_OWN, Completed, Heartbeat, Leave, encode
 from lsgd.server import stream as streams
 from lsgd.server.report import progress
 from lsgd.server.stream import Stream
@@ -129,14 +129,14 @@ def test_what_scripts_log_is_the_mean_of_live_workers_and_bounded() -> None:
     bench = Told("00", "01", "02")
     bench.ask_all("00", "01", "02")
     spent = (0.0, 0.0, 0.0, 0, 0)
-    many = {f"n{i:02}": 1.0 for i in range(40)}
+    many = {f"n{i:02}": 1.0 for i in range(2 * (MAX_LOGGED + MAX_OWN))}
     bench.say(Heartbeat(*bench.who("00"), *spent, {"accuracy": 0.5, "": math.nan, "x" * 65: 1.0}))
     bench.say(Heartbeat(*bench.who("01"), *spent, {"accuracy": 1.0, "big": 1e308}))
     bench.say(Heartbeat(*bench.who("02"), *spent, {"big": 1e308}))
     assert progress(bench.state, bench.now).logged == {"accuracy": 0.75}
     bench.say(Heartbeat(*bench.who("01"), *spent, many))
     found = progress(bench.state, bench.now).logged
-    assert len(found) == 32 and found["accuracy"] == 0.5
+    assert len(found) == MAX_LOGGED + MAX_OWN and found["accuracy"] == 0.5
     bench.say(Leave(*bench.who("00"), 0, False, "done"))
     assert "accuracy" not in progress(bench.state, bench.now).logged
 
