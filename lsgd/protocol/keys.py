@@ -257,10 +257,10 @@ def connector_keys(
         if not is_there(path):
             if run_folder is not None and (ring := _adopted_ring(run_folder)):
                 return ConnectorKeys(ring.folder.name.removesuffix(_RING), ring.public, ring.public, ring.secret)
-            first = "type this on node 0, or there" if name == OPERATOR else "on node 0"
+            there = "type this on node 0, which has one, or " if name == OPERATOR else ""
             raise ConfigError(
-                f"{address} is on the network, so a token is needed: {first} `lsgd keygen` makes it; copy the "
-                f"file {name}.token here and give --token FILE, or put its text into {TOKEN_VARIABLE} (or give "
+                f"{address} is on the network, so a token is needed: {there}make it on node 0 with `lsgd keygen`, copy "
+                f"the file {name}.token here and give --token FILE, or put its text into {TOKEN_VARIABLE} (or give "
                 f"--insecure, here and to the server)"
             )
     return _of(parse_token(read_private(path), f"the token {path}"), name)

@@ -11,6 +11,7 @@ import tomllib
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -766,7 +767,7 @@ class TestPlace:
                 *(settings, "tcp://127.0.0.1:1", None, None, {}, contextlib.ExitStack()),
                 *(None, Screen(plain=True), print, print),  # type: ignore[arg-type]
             )
-            made._local = object()  # type: ignore[assignment]
+            made._local = SimpleNamespace(following=SimpleNamespace(copy=None))  # type: ignore[assignment]
             with pytest.raises(ConfigError, match=r"port \d+ of 127.0.0.1 is taken"):
                 made._take_over()
         assert not list(tmp_path.glob("*journal*"))
