@@ -51,6 +51,11 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_
     return result
 
 
+def lost(said: str) -> int:
+    """Return how many iterations a global server has taken off the count, by what it has said."""
+    return sum(map(int, re.findall(r"(\d+) iterations? of \S+ since its last global round no longer count", said)))
+
+
 def holders(token: str) -> list[int]:
     """Return the processes whose variables have this text: a test's own, with all that they have started."""
     found = []
@@ -254,6 +259,11 @@ class Cluster:
         self.address = ""
         self._sockets = Path(tempfile.mkdtemp(prefix="lsgd-test-", dir="/tmp"))
         self.processes: list[Process] = []
+
+    @property
+    def lost(self) -> int:
+        """How many iterations the global servers have taken off the count."""
+        return sum(lost(path.read_text()) for path in self.folder.glob("global-*.log"))
 
     def server(self, name: str, *arguments: str) -> Process:
         """Start ``lsgd-server`` with these arguments."""

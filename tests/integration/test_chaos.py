@@ -9,7 +9,7 @@ from lsgd.protocol.messages import ChangeSettings, Status
 
 from ..speed import SLOWNESS
 from .running import Cluster, Process, until
-from .test_crashes import JournaledRun, kill, steps, trains
+from .test_crashes import JournaledRun, kept, kill, trains
 
 PLACES = ((0, 0), (0, 1), (1, 0))
 
@@ -50,7 +50,7 @@ def test_a_kill_every_few_seconds_costs_neither_the_accuracy_nor_the_count(clust
         process.succeeds()
     assert f"{limit} iterations" in run.server.output
     # Of each lost worker a step may not have been heard of, and the next, if it was granted ahead.
-    assert 0 <= steps(cluster) - limit <= 2 * (victims.count("worker") + victims.count("frozen"))
+    assert 0 <= kept(cluster) - limit <= 2 * (victims.count("worker") + victims.count("frozen"))
     accuracies = {cluster.result(*place)["accuracy"] for place in PLACES}
     assert len(accuracies) == 1  # they end with one model
     assert accuracies.pop() >= 0.97

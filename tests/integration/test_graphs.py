@@ -293,6 +293,15 @@ def closures(model: nn.Module, wrap: Callable[[Any], Any]) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Makes tensors of float64: what a round of one worker rounds, a line search makes large in float32."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("loop", [sam, double_backward, closures])
 def test_a_step_of_several_passes_is_one_iteration_and_learns_what_it_learns_alone(cluster, monkeypatch, loop) -> None:
     """A run of one worker changes nothing, in any of its rounds, so the weights are those of the loop without lsgd."""

@@ -2,7 +2,7 @@
 
 Needs: gluonts lightning
 Steps: 60
-Remark: Each draws windows at random. The last lines take the consensus in place of GluonTS' best checkpoint
+Remark: Its windows are random, and begin anew after a resume. It ends with the consensus, not GluonTS' best checkpoint
 """
 
 import sys

@@ -2,6 +2,7 @@
 
 Needs: datasets
 Steps: 120
+Remark: After a resume datasets fills its shuffle buffer anew, so batches differ
 """
 
 import json

@@ -43,8 +43,14 @@ def join(trainer):  # lsgd
     worker.follow(trainer.scheduler, lambda: worker.step // len(trainer.train_loader))  # lsgd
 
 
+def end(trainer):  # lsgd
+    trainer.stop |= worker.stopped  # lsgd
+    trainer.tloss = torch.zeros(()) if trainer.tloss is None else trainer.tloss  # lsgd: of a pass without batches
+
+
 model = YOLO("yolo11n-cls.yaml")
 model.add_callback("on_pretrain_routine_end", join)  # lsgd
+model.add_callback("on_train_epoch_end", end)  # lsgd
 model.train(
     data=str(Path("digits").resolve()),
     epochs=EPOCHS,
