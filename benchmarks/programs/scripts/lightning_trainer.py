@@ -2,6 +2,7 @@
 
 Needs: lightning
 Steps: 80
+Remark: Its file is Lightning's own checkpoint, whose counters of epochs and batches begin anew after a resume
 """
 
 import sys

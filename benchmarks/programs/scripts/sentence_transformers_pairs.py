@@ -2,6 +2,7 @@
 
 Needs: sentence-transformers transformers datasets tokenizers
 Steps: 60
+Remark: After a resume its sampler orders the passes that follow otherwise
 """
 
 import random

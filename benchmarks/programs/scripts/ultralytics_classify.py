@@ -45,7 +45,7 @@ def join(trainer):  # lsgd
 
 def end(trainer):  # lsgd
     trainer.stop |= worker.stopped  # lsgd
-    trainer.tloss = torch.zeros(()) if trainer.tloss is None else trainer.tloss  # lsgd: of a pass without batches
+    trainer.tloss = torch.zeros(()) if trainer.tloss is None else trainer.tloss  # lsgd
 
 
 model = YOLO("yolo11n-cls.yaml")
