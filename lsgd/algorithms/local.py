@@ -318,7 +318,7 @@ class LocalSGD(Delayed):
                 squared = _squared(zip(starts, means, strict=True), layers, own.device)
                 alone = (self._outliers.usual, now - self._taken_at[fragment])
                 facts = [own.sum(), squared.sum(), *beside, *(torch.full_like(own[0], each) for each in alone)]
-                sums = torch.cat([torch.stack(facts), own, squared])
+                sums = torch.cat([torch.stack(facts), *(() if layers is WHOLE else (own, squared))])
                 gathered = [torch.empty_like(sums) for _ in range(group.size)]
                 group.all_gather(gathered, sums).wait()
                 measured[:] = gathered
