@@ -18,11 +18,11 @@ class Schemas:
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         """Define them once."""
         if name == "torchvision._meta_registrations":
-            import torch
+            from torch import library, ops
 
-            if not hasattr(torch.ops.torchvision, OPERATORS[0]):
+            if not hasattr(ops.torchvision, OPERATORS[0]):
                 for operator in OPERATORS:
-                    torch.library.define(f"torchvision::{operator}", f"({ARGUMENTS}) -> Tensor")
+                    library.define(f"torchvision::{operator}", f"({ARGUMENTS}) -> Tensor")
 
 
 sys.meta_path.insert(0, Schemas())
