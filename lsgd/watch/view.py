@@ -164,6 +164,32 @@ class RoundView:
         return self.node in (-1, place(worker)[0])
 
 
+class Turns:
+    """When, and why, a run's length has changed or it has gone back.
+
+    Attributes:
+        causes: what may be one, since the last look.
+        lines: the last turns.
+    """
+
+    def __init__(self) -> None:
+        self.causes: list[str] = []
+        self.lines: deque[Line] = deque(maxlen=MAX_TURNS)
+        self._length = (0, 0)  # iterations made at the last look, and in all
+
+    def look(self, time: float, run: Summary) -> None:
+        """Note if the run has become longer or shorter, or has gone back, for a reason that is known."""
+        before, self._length = self._length, (run.count, run.iterations)
+        causes, self.causes = ", ".join(self.causes), []
+        if not causes or run.state != "running":
+            return
+        if run.count < before[0]:
+            self.lines.append(Line(time, "back", f"back from {before[0]} to {run.count} iterations: {causes}"))
+        elif 0 < run.iterations != before[1] > 0:
+            words = f"{run.iterations} iterations in all instead of {before[1]}: {causes}"
+            self.lines.append(Line(time, "length", words))
+
+
 class RunView:
     """The state and history of a run. Only :meth:`take` changes it, and it does no I/O.
 
@@ -179,7 +205,7 @@ class RunView:
         logged: numbers that scripts log, by name: the mean over the live workers that have one.
         agreements: iterations of the run, and how far the workers' changes agreed then in each layer, by its name.
         settings: settings that operators have changed since this view began, by name.
-        turns: when, and why, the run's length changed or it went back, the last ones.
+        turns: when, and why, the run's length changed or it went back.
         lost: total number of lost events.
         time: time of the last event, in seconds since the epoch by the server's clock; 0: no event yet.
     """
@@ -192,9 +218,7 @@ class RunView:
         self.rounds: Series[RoundView] = Series(MAX_ROUNDS)
         self.log: deque[Line] = deque(maxlen=MAX_LINES)
         self.settings: dict[str, str] = {}
-        self.turns: deque[Line] = deque(maxlen=MAX_TURNS)
-        self._causes: list[str] = []  # of a turn, since the last progress
-        self._length = (0, 0)  # iterations made then, and in all
+        self.turns = Turns()
         self.logged: dict[str, float] = {}
         self.agreements: Series[tuple[int, dict[str, float]]] = Series(MAX_POINTS)
         self.counters = Counters()
@@ -285,7 +309,7 @@ class RunView:
         match what:
             case Note(code, words):
                 self.log.append(Line(time, code, words))
-                self._causes += [words] * (code in GOES_BACK)
+                self.turns.causes += [words] * (code in GOES_BACK)
             case RoundOrdered():
                 self._order(what, time if is_new else None)
             case RoundCompleted(number, took_s, sent_nbytes) if known := self._open(number):
@@ -297,13 +321,13 @@ class RunView:
                 self.counters.fail(code)
             case WorkerJoined(name, node):
                 self._worker(name, node).mind(time, "live", "", "")
-                self._causes.append(f"{name} joined")
+                self.turns.causes.append(f"{name} joined")
             case WorkerChanged(name, state, code, reason):
                 self._worker(name).mind(time, state, code, reason)
-                self._causes += [f"{name} left: {reason}"] * (state == "left")
+                self.turns.causes += [f"{name} left: {reason}"] * (state == "left")
             case SettingsChanged(changes):
                 self.settings.update(changes)
-                self._causes += [f"{name} was set to {changes[name]}" for name in changes if name == "iterations"]
+                self.turns.causes += [f"{name} was set to {changes[name]}" for name in changes if name == "iterations"]
             case RunProgress():
                 for each in what.workers:
                     worker = self._worker(each.worker)
@@ -311,7 +335,7 @@ class RunView:
                     if each.state in TAKES_PART:
                         worker.mind(time, each.state, "", "")
                 run = what.run
-                self._turn(time, run)
+                self.turns.look(time, run)
                 self._agree(run.count, what.logged)
                 if run.seconds:
                     self._date(time - run.seconds)
@@ -332,18 +356,6 @@ class RunView:
         now = {name.removeprefix(before): x for name, x in logged.items() if name.startswith(before)}
         if now and (self.agreements.last is None or self.agreements.last[1] != now):
             self.agreements.add((count, now))
-
-    def _turn(self, time: float, run: Summary) -> None:
-        """Note if the run has become longer or shorter, or has gone back, for a reason that is known."""
-        before, self._length = self._length, (run.count, run.iterations)
-        causes, self._causes = ", ".join(self._causes), []
-        if not causes or run.state != "running":
-            return
-        if run.count < before[0]:
-            self.turns.append(Line(time, "back", f"back from {before[0]} to {run.count} iterations: {causes}"))
-        elif 0 < run.iterations != before[1] > 0:
-            words = f"{run.iterations} iterations in all instead of {before[1]}: {causes}"
-            self.turns.append(Line(time, "length", words))
 
     def _open(self, number: int) -> RoundView | None:
         """Return a round that is open still; a restarted server may report its end twice."""

@@ -178,7 +178,7 @@ def snapshot(story: Story) -> dict[str, Any]:
         "gaps": [[w.worker, g.state, g.code, g.reason, g.begin, g.end] for w in shown for g in w.gaps],
         "workers": workers[:MAX_WORKERS],
         "sums": _sums(workers),
-        "turns": [[line.time, line.words] for line in view.turns],
+        "turns": [[line.time, line.words] for line in view.turns.lines],
         "log": [list(line) for line in list(view.log)[-MAX_LINES:]],
         "settings": dict(view.settings),
         "names": setting_names(view.now.algorithm),
