@@ -50,6 +50,7 @@ OURS: Mapping[str, Callable[[int], AlgorithmSettings]] = {
     "local-2bit-fragments": lambda period: LocalSettings(
         period=period, compression="levels2", fragments=4, delay=period // 8
     ),
+    "local-2bit-parts": lambda period: LocalSettings(period=period, compression="levels2", fragments=min(16, period)),
     "sparse": lambda period: SparseSettings(period=period),
     "diloco": lambda period: DiLoCoSettings(period=period),
     "allreduce": lambda period: AllReduceSettings(),

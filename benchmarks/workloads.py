@@ -11,7 +11,7 @@
 import argparse
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,6 +34,9 @@ OPTIMIZERS = ("task", "muon")
 
 PROBE_IMAGES, PROBE_WINDOWS, TEST_WINDOWS = 128, 16, 64
 
+PARTS = 64
+"""Equal parts, in their order, of what a trained model is measured on: how much they differ is the error of a loss."""
+
 
 def add_learner_options(parser: argparse.ArgumentParser) -> None:
     """Give a benchmark the options that say how all methods learn."""
@@ -50,10 +53,11 @@ def add_learner_options(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class Score:
-    """How good a model is on what it was not trained on."""
+    """How good a model is on what it was not trained on; ``parts``: its loss on each of :data:`PARTS`, if measured."""
 
     loss: float
     accuracy: float
+    parts: Sequence[float] = ()
 
 
 class Task:
@@ -121,18 +125,36 @@ class Task:
         raise NotImplementedError
 
     def test_data(self) -> tuple[Tensor, Tensor]:
-        """Return what models are tested on."""
+        """Return what models are tested on while they are trained."""
         raise NotImplementedError
 
-    @torch.no_grad()
+    def all_test_data(self) -> tuple[Tensor, Tensor]:
+        """Return what a trained model is measured on."""
+        return self.test_data()
+
     def test(self, model: nn.Module) -> Score:
         """Return the score of a model; it is in training mode afterwards."""
-        model.eval()
-        x, y = self.test_data()
-        output = model(x).flatten(0, -2)
-        model.train()
-        loss = float(functional.cross_entropy(output, y.flatten()))
-        return Score(loss, float((output.argmax(1) == y.flatten()).float().mean()))
+        return _scored(model, *self.test_data())
+
+    def measure(self, model: nn.Module) -> Score:
+        """Return the score of a trained model, and its loss on each part of the data."""
+        data = [part.tensor_split(PARTS) for part in self.all_test_data()]
+        scores = [_scored(model, x, y) for x, y in zip(*data, strict=True)]
+        lengths = torch.tensor([len(x) for x in data[0]], dtype=torch.float64)
+        loss, accuracy = (
+            float(lengths @ torch.tensor(each, dtype=torch.float64) / lengths.sum())
+            for each in zip(*((score.loss, score.accuracy) for score in scores), strict=True)
+        )
+        return Score(loss, accuracy, [score.loss for score in scores])
+
+
+@torch.no_grad()
+def _scored(model: nn.Module, x: Tensor, y: Tensor) -> Score:
+    model.eval()
+    output = model(x).flatten(0, -2)
+    model.train()
+    loss = float(functional.cross_entropy(output, y.flatten()))
+    return Score(loss, float((output.argmax(1) == y.flatten()).float().mean()))
 
 
 class Digits(Task):
@@ -257,7 +279,12 @@ class WideDigits(Digits):
 
 
 class Bytes(Task):
-    """The Python standard library's sources as bytes: one file in ten is for the test."""
+    """The Python standard library's sources as bytes: one file in ten is for the test.
+
+    Attributes:
+        all_windows: how many a trained model is measured on; two models' losses on 4,096 differ with an error of less
+            than 0.2 % of them.
+    """
 
     name = "bytes"
     steps = 1024
@@ -266,6 +293,7 @@ class Bytes(Task):
     batch_size = 8
     learning_rate = 2e-3
     context = 64
+    all_windows = 4096
 
     def __init__(self) -> None:
         folder = Path(sysconfig.get_path("stdlib"))
@@ -300,6 +328,10 @@ class Bytes(Task):
     def test_data(self) -> tuple[Tensor, Tensor]:
         """Return 64 windows, spread evenly over the test files."""
         return evenly(self._test, TEST_WINDOWS, self.context)
+
+    def all_test_data(self) -> tuple[Tensor, Tensor]:
+        """Return :attr:`all_windows`, spread evenly over the test files."""
+        return evenly(self._test, self.all_windows, self.context)
 
 
 def evenly(text: Tensor, count: int, context: int) -> tuple[Tensor, Tensor]:
@@ -342,6 +374,7 @@ class Gpt(Text):
     target_loss = 2.6
     batch_size = 4
     learning_rate = 6e-4
+    all_windows = 1024  # more would take longer than the training
     width, layers = 640, 10
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import threading
+from dataclasses import asdict
 from typing import NoReturn
 
 import torch
@@ -27,7 +28,7 @@ def end_with_parent() -> None:
 
 
 def main() -> NoReturn:
-    """Train; rank 0 prints the curve as JSON."""
+    """Train; rank 0 prints the curve and the final score as JSON."""
     threading.Thread(target=end_with_parent, daemon=True).start()
     parser = argparse.ArgumentParser()
     parser.add_argument("--task", choices=TASKS, required=True)
@@ -54,8 +55,9 @@ def main() -> NoReturn:
             task.loss(wrapped, x, y).backward()
             stepped.step()
             evaluation.after(step + 1)
-    if given.rank == 0:
-        print(json.dumps(evaluation.curve))
+        final = evaluation.end()
+    if final:
+        print(json.dumps({"curve": evaluation.curve, "final": asdict(final)}))
     end_process()
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from benchmarks.workloads import Task
+from benchmarks.workloads import Score, Task
 from lsgd.flat import floating_buffers
 
 Point = tuple[int, float, float]
@@ -31,20 +31,24 @@ class Evaluation:
         self._or_own = or_own
         self._mean = task.model()
 
-    @torch.no_grad()
     def after(self, step: int) -> None:
         """Test if it is time to."""
-        if step % self._task.evaluate_every:
-            return
+        if step % self._task.evaluate_every == 0 and (score := self._score(self._task.test)):
+            self.curve.append((step, score.loss, score.accuracy))
+
+    def end(self) -> Score | None:
+        """Measure the average of the trained models; return its score where this worker is the one that tests."""
+        return self._score(self._task.measure)
+
+    @torch.no_grad()
+    def _score(self, test: Callable[[nn.Module], Score]) -> Score | None:
         own = [*self._model.parameters(), *floating_buffers(self._model)]
         flat = torch.cat([x.detach().reshape(-1) for x in own])
         self._average(flat)
         if not self._tests:
-            return
+            return None
         means = [*self._mean.parameters(), *floating_buffers(self._mean)]
         for mean, part in zip(means, flat.split([x.numel() for x in own]), strict=True):
             mean.copy_(part.view(mean.shape))
-        score = self._task.test(self._mean)
-        if self._or_own:
-            score = min(score, self._task.test(self._model), key=lambda found: found.loss)
-        self.curve.append((step, score.loss, score.accuracy))
+        score = test(self._mean)
+        return min(score, test(self._model), key=lambda found: found.loss) if self._or_own else score

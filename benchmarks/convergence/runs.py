@@ -14,7 +14,7 @@ import torch
 from benchmarks.convergence.evaluation import Evaluation, Point
 from benchmarks.methods import ALONE, ONE_MACHINE, ONE_MACHINE_SAMPLES, OURS, sent_nbytes
 from benchmarks.testbed.launch import await_all, free_port, start
-from benchmarks.workloads import TASKS, Task
+from benchmarks.workloads import TASKS, Score, Task
 from lsgd.algorithms.local import LocalSettings
 from lsgd.settings import AlgorithmSettings
 from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate, steps_at
@@ -67,11 +67,12 @@ class Result:
 
     Args:
         steps_to_target: of a worker; None if the target was never reached.
-        final_loss: of the last test, as is ``final_accuracy``; the mean over the last eighth of them where the learning
-            rate does not decay.
+        final_loss: of the trained model, as is ``final_accuracy``, on all test data; the mean over the last eighth of
+            the tests where the learning rate does not decay.
         sent_nbytes: by a worker in a step, on average, by formula; None: unknown.
         compute_s: processor time of a step of one worker; None: not measured.
         curve: (step, loss, accuracy) of each test.
+        parts: the final loss on each of :data:`benchmarks.workloads.PARTS`; none where it is a mean of tests.
     """
 
     steps_to_target: int | None
@@ -80,6 +81,7 @@ class Result:
     sent_nbytes: float | None
     compute_s: float | None
     curve: Sequence[Point]
+    parts: Sequence[float] = ()
 
     def __str__(self) -> str:
         last = f"loss {self.final_loss:.4f}, accuracy {self.final_accuracy:.4f}"
@@ -95,17 +97,18 @@ def train(
     *,
     fastest: float = 1.0,
     or_own: bool = False,
-) -> tuple[Sequence[Point], float]:
+) -> tuple[Sequence[Point], Score, float]:
     """Train simulated workers, each on a node of its own and with its share of the data.
 
     Returns:
-        The curve, in steps of the mean worker, and the processor seconds of a step of the first worker.
+        The curve, in steps of the mean worker, the final score, and the processor seconds of a step of the first
+        worker.
     """
     torch.manual_seed(seed)
     start = task.model().state_dict()
     mean = (fastest + workers - 1) / workers
 
-    def member(group: SimulatedGroup) -> tuple[Sequence[Point], float]:
+    def member(group: SimulatedGroup) -> tuple[Sequence[Point], Score | None, float]:
         speed = (1.0 if group.rank else fastest) / mean
         model = task.model()
         model.load_state_dict(start)
@@ -125,13 +128,17 @@ def train(
             compute_s += time.thread_time() - began_s
             if step % own_every == 0:
                 evaluation.after(step // own_every * every)
-        return evaluation.curve, compute_s / own_steps
+        return evaluation.curve, evaluation.end(), compute_s / own_steps
 
-    return simulate((1,) * workers, member, timeout_s=SIMULATED_WITHIN_S)[0]
+    curve, final, compute_s = simulate((1,) * workers, member, timeout_s=SIMULATED_WITHIN_S)[0]
+    assert final is not None, "the first worker is the one that tests"
+    return curve, final, compute_s
 
 
-def run_baseline(training: Training, task: Task, steps: int, workers: int, python: str) -> Sequence[Point]:
-    """Train the workers of a baseline, real processes, and return the curve.
+def run_baseline(
+    training: Training, task: Task, steps: int, workers: int, python: str
+) -> tuple[Sequence[Point], Score]:
+    """Train the workers of a baseline, real processes, and return the curve and the final score.
 
     Raises:
         RunFailedError: one failed.
@@ -158,7 +165,8 @@ def run_baseline(training: Training, task: Task, steps: int, workers: int, pytho
     ]
     processes = [start([*command, f"--rank={rank}"]) for rank in range(workers)]
     said = await_all(processes, f"{training.method} on {training.task}", DEADLINE_S)
-    return [(int(step), loss, accuracy) for step, loss, accuracy in json.loads(said[0].splitlines()[-1])]
+    found = json.loads(said[0].splitlines()[-1])
+    return [(int(step), loss, accuracy) for step, loss, accuracy in found["curve"]], Score(**found["final"])
 
 
 def run(training: Training, workers: int, python: str) -> Result:
@@ -168,22 +176,23 @@ def run(training: Training, workers: int, python: str) -> Result:
     compute_s: float | None = None
     if method in (ONE_MACHINE, ONE_MACHINE_SAMPLES):
         steps *= workers if method == ONE_MACHINE_SAMPLES else 1
-        curve, compute_s = train(task, LocalSettings(period=NEVER, compression="none"), steps, seed, 1)
+        curve, final, compute_s = train(task, LocalSettings(period=NEVER, compression="none"), steps, seed, 1)
     elif method == ALONE or method in OURS:
         settings = (
             LocalSettings(period=NEVER, compression="none") if method == ALONE else OURS[method](training.period or 1)
         )
         alone, fastest = method == ALONE, training.fastest
-        curve, compute_s = train(task, settings, steps, seed, workers, fastest=fastest, or_own=alone)
+        curve, final, compute_s = train(task, settings, steps, seed, workers, fastest=fastest, or_own=alone)
     else:
-        curve = run_baseline(training, task, steps, workers, python)
+        curve, final = run_baseline(training, task, steps, workers, python)
     reached = next((step for step, loss, _ in curve if loss <= task.target_loss), None)
-    last = curve[-max(1, len(curve) // LAST_SHARE) :] if task.warmup is None else curve[-1:]
-    loss = sum(loss for _, loss, _ in last) / len(last)
-    accuracy = sum(accuracy for _, _, accuracy in last) / len(last)
+    if task.warmup is None:
+        last = curve[-max(1, len(curve) // LAST_SHARE) :]
+        final = Score(*(sum(each) / len(last) for each in list(zip(*last, strict=True))[1:]))
     short = [(step, round(loss, DIGITS), round(accuracy, DIGITS)) for step, loss, accuracy in curve]
     nbytes = sent_nbytes(method, training.period, task.model(), workers)
-    return Result(reached, loss, accuracy, nbytes, compute_s, short)
+    parts = [round(loss, DIGITS) for loss in final.parts]
+    return Result(reached, final.loss, final.accuracy, nbytes, compute_s, short, parts)
 
 
 def prepare() -> None:

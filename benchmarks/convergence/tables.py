@@ -15,7 +15,10 @@ COLUMNS = (
     *("method", "period", "steps to the target", "reached it", "over DDP's"),
     *("final accuracy", "points over DDP's"),
 )
-COLUMNS_OF_LOSS = ("method", "period", "learning rate times", "final loss", "over DDP's", "kB a step", "DDP's over it")
+COLUMNS_OF_LOSS = (
+    *("method", "period", "learning rate times", "final loss, each seed", "over DDP's, %", "± seeds", "± windows"),
+    *("kB a step", "DDP's over it"),
+)
 COLUMNS_OF_WORTH = ("method", "period", "machines' worth")
 LEAST_WORTH = 0.6
 """What each further worker must add, in machines, to synchronous training of a task that can show a gain."""
@@ -112,13 +115,15 @@ def task_table(
 def loss_table(rows: Rows, task: str) -> str:
     """Return the table of a task's losses and bytes, with the seconds to the target on links, which are computed.
 
+    A loss is compared with that of the same seed on the same test data. Beside the mean stand its two errors, in points
+    of per cent: the standard error over the seeds, and that of the test data, from its parts (the ruler's own).
     A step takes the processor time of the task, the least that was measured, and then its bytes over the bandwidth.
     """
     columns = [*COLUMNS_OF_LOSS, *(f"computed s to the target, {link}" for link in LINKS_MBIT)]
     here = [row for row in rows if row["task"] == task]
     if not here:
         return table(columns, [])
-    runs = pd.DataFrame(here).reindex(columns=[*here[0], *({"sent_nbytes", "compute_s"} - here[0].keys())])
+    runs = pd.DataFrame(here).reindex(columns=[*here[0], *({"sent_nbytes", "compute_s", "parts"} - here[0].keys())])
     reference_method = _reference(runs)
     reference = runs[runs["method"] == reference_method].set_index("seed")
     runs["ratio"] = runs["final_loss"] / runs["seed"].map(reference["final_loss"])
@@ -134,14 +139,35 @@ def loss_table(rows: Rows, task: str) -> str:
                 method,
                 str(period or ""),
                 " or ".join(f"{times:g}" for times in sorted(set(of_one["learning_rate_times"]))),
-                spread(of_one["final_loss"].tolist(), ".4f"),
-                "1.000" if method == reference_method else spread(of_one["ratio"].dropna().tolist(), ".3f"),
+                ", ".join(f"{loss:.4f}" for loss in of_one.sort_values("seed")["final_loss"]),
+                *(("", "", "") if method == reference_method else _over(of_one, reference)),
                 number(nbytes / 1e3, ".2f"),
                 number(reference_nbytes / nbytes if nbytes else math.nan, ".0f"),
                 *(number(value, ".1f", "never" if math.isinf(steps) else "") for value in seconds),
             ]
         )
     return table(columns, lines)
+
+
+def _over(of_one: pd.DataFrame, reference: pd.DataFrame) -> Sequence[str]:
+    """Return by how many per cent a method's losses lie over those of the reference, and both errors of that."""
+    over = [100 * (ratio - 1) for ratio in of_one["ratio"].dropna()]
+    both = of_one.set_index("seed")[["parts"]].join(reference[["parts", "final_loss"]], rsuffix="_reference").dropna()
+    both = both[both["parts"].map(len) > 0]
+    differences = [
+        [100 * (ours - theirs) / of_seed.final_loss for ours, theirs in zip(*of_seed[:2], strict=True)]
+        for of_seed in both.itertuples(index=False)
+    ]
+    return (
+        number(statistics.mean(over) if over else math.nan, "+.2f"),
+        number(_error(over), ".2f"),
+        number(_error([statistics.mean(each) for each in zip(*differences, strict=True)]), ".2f"),
+    )
+
+
+def _error(values: Sequence[float]) -> float:
+    """Return the standard error of the values' mean; NaN: there are too few."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def _median_steps(of_one: pd.DataFrame) -> float:

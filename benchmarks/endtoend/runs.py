@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.endtoend.recorder import MARKS, SNAPSHOTS, task_of, tested
 from benchmarks.methods import ALONE, ONE_MACHINE, ONE_MACHINE_SAMPLES, OURS, PERIODIC
 from benchmarks.testbed import LINKS, Host, Testbed
 from benchmarks.testbed.launch import Process, await_all, launch_all, start
-from benchmarks.workloads import Score, Task
+from benchmarks.workloads import Task
 from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.plan.plan import DEFAULT as DEFAULT_SETTINGS
 from lsgd.plan.plan import Phase, Plan, algorithm_of
@@ -23,6 +23,7 @@ from lsgd.settings import AlgorithmSettings
 
 MORE_STEPS = 32  # at most, of methods with a period, so that the slower worker too sees the end of those that count
 DEADLINE_S = 3600.0
+DIGITS = 5  # of a part's loss
 
 DEFAULT = "default"
 """The method of a plan that says nothing: its servers choose the period, and the delay if all train with Muon."""
@@ -84,7 +85,7 @@ class Result:
         steps_to_target: of a worker, until then.
         step_s: time of a step.
         sent_nbytes: what a host sent for a step, headers of the segments included, the mean over the hosts.
-        final_loss: in the last test, as is ``final_accuracy``.
+        final_loss: of the trained models' average on all test data, as is ``final_accuracy``.
         curve: step, seconds, loss and accuracy of each test.
     """
 
@@ -96,6 +97,7 @@ class Result:
     final_loss: float
     final_accuracy: float
     curve: Sequence[tuple[int, float, float, float]]
+    parts: Sequence[float] = ()
 
     def __str__(self) -> str:
         reached = "never" if self.seconds_to_target is None else f"after {self.seconds_to_target:.1f} s"
@@ -174,10 +176,11 @@ def result_of(task: Task, folders: Sequence[Path], period: int) -> Result:
     models = [torch.from_file(str(folder / SNAPSHOTS), size=numbers).view(len(marks[0]), -1) for folder in folders]
     curve, reached = [], None
     for index, at in enumerate(zip(*marks, strict=True)):
-        score = score_of(task, torch.stack([of_one[index] for of_one in models]).mean(0))
+        score = task.test(average_of(task, models, index))
         point = (at[0]["step"], max(one["at_s"] for one in at), score.loss, score.accuracy)
         reached = reached or (point if task.reached(score) else None)
         curve.append(point)
+    final = task.measure(average_of(task, models, -1))
     end = curve[-1][0]
     begin = next((index for index, point in enumerate(curve[:-1]) if (end - point[0]) % period == 0), 0)
     steps = end - curve[begin][0]
@@ -188,16 +191,19 @@ def result_of(task: Task, folders: Sequence[Path], period: int) -> Result:
         reached[0] if reached else None,
         (curve[-1][1] - curve[begin][1]) / steps,
         sent / steps,
-        *curve[-1][2:],
+        final.loss,
+        final.accuracy,
         curve,
+        [round(loss, DIGITS) for loss in final.parts],
     )
 
 
 @torch.no_grad()
-def score_of(task: Task, numbers: Tensor) -> Score:
-    """Return the score on the test data of the model with these tested tensors, float32 in one dimension."""
+def average_of(task: Task, models: Sequence[Tensor], index: int) -> nn.Module:
+    """Return the model whose tested tensors are the mean of the workers' copies of this index, each float32."""
     model = task.model()
     tensors = tested(model)
-    for x, given in zip(tensors, numbers.split([x.numel() for x in tensors]), strict=True):
+    mean = torch.stack([of_one[index] for of_one in models]).mean(0)
+    for x, given in zip(tensors, mean.split([x.numel() for x in tensors]), strict=True):
         x.copy_(given.view_as(x))
-    return task.test(model)
+    return model
