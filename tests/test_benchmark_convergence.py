@@ -18,7 +18,7 @@ from benchmarks.convergence import tables as convergence_tables
 from benchmarks.convergence import tuning
 from benchmarks.convergence.runs import Training
 from benchmarks.methods import sent_nbytes
-from benchmarks.workloads import SHARDS, Digits, VisionDigits
+from benchmarks.workloads import PARTS, SHARDS, Digits, Text, VisionDigits
 
 from .integration.running import LIGHT, until
 from .test_benchmarks import DEADLINE_S, ROOT, quick
@@ -247,11 +247,41 @@ def test_the_table_of_losses_has_bytes_and_computed_seconds() -> None:
     columns, _, *lines = convergence_tables.loss_table(rows, "vit").splitlines()
     assert columns.count("computed s to the target") == 3
     assert lines == [
-        "| alone |  | 2 | 0.8000 | 4.000 | 0.00 |  | never | never | never |",
-        "| local | 16 | 2 | 0.4000 ± 0.1414 | 1.375 ± 0.177 | 62.50 | 16 | never | never | never |",
-        "| allreduce |  | 2 | 0.3000 ± 0.1414 | 1.000 | 1000.00 | 1 | 3.6 | 18.0 | 162.0 |",
+        "| alone |  | 2 | 0.8000 | +300.00 |  |  | 0.00 |  | never | never | never |",
+        "| local | 16 | 2 | 0.3000, 0.5000 | +37.50 | 12.50 |  | 62.50 | 16 | never | never | never |",
+        "| allreduce |  | 2 | 0.2000, 0.4000 |  |  |  | 1000.00 | 1 | 3.6 | 18.0 | 162.0 |",
     ]
     old = [{k: v for k, v in row.items() if k not in ("sent_nbytes", "compute_s")} for row in rows]
     assert convergence_tables.loss_table(old, "vit").splitlines()[-1] == (
-        "| allreduce |  | 2 | 0.3000 ± 0.1414 | 1.000 |  |  |  |  |  |"
+        "| allreduce |  | 2 | 0.2000, 0.4000 |  |  |  |  |  |  |  |  |"
     )
+
+
+def test_a_difference_of_losses_stands_beside_the_errors_of_the_seeds_and_of_the_test_data() -> None:
+    def trained(method: str, seed: int, *parts: float) -> dict:
+        common = {"task": "text", "method": method, "period": 0, "seed": seed, "learning_rate_times": 1.0}
+        return {**common, "steps_to_target": None, "final_loss": sum(parts) / len(parts), "parts": list(parts)}
+
+    rows = [
+        *(trained("allreduce", 0, 1.0, 3.0), trained("allreduce", 1, 1.0, 3.0)),
+        *(trained("local", 0, 1.1, 3.1), trained("local", 1, 1.1, 3.3)),
+        trained("leader", 0, 1.2, 3.2),
+    ]
+    cells = [line.split(" | ")[3:7] for line in convergence_tables.loss_table(rows, "text").splitlines()[2:]]
+    assert cells == [
+        ["2.2000", "+10.00", "", "0.00"],  # both parts are harder for all: they say nothing about the difference
+        ["2.1000, 2.2000", "+7.50", "2.50", "2.50"],
+        ["2.0000, 2.0000", "", "", ""],
+    ]
+
+
+def test_a_trained_model_is_measured_on_all_test_data_and_a_curve_on_a_part() -> None:
+    task = Text()
+    torch.manual_seed(0)
+    model = task.model()
+    measured, tested = task.measure(model), task.test(model)
+    assert len(measured.parts) == PARTS and measured.loss == pytest.approx(sum(measured.parts) / PARTS)
+    assert measured.loss != tested.loss and not tested.parts
+    digits = Digits()
+    model = digits.model()
+    assert digits.measure(model).loss == pytest.approx(digits.test(model).loss), "360 images in unequal parts"

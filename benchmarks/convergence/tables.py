@@ -152,11 +152,14 @@ def loss_table(rows: Rows, task: str) -> str:
 def _over(of_one: pd.DataFrame, reference: pd.DataFrame) -> Sequence[str]:
     """Return by how many per cent a method's losses lie over those of the reference, and both errors of that."""
     over = [100 * (ratio - 1) for ratio in of_one["ratio"].dropna()]
-    both = of_one.set_index("seed")[["parts"]].join(reference[["parts", "final_loss"]], rsuffix="_reference").dropna()
-    both = both[both["parts"].map(len) > 0]
+    theirs = reference.to_dict("index")
     differences = [
-        [100 * (ours - theirs) / of_seed.final_loss for ours, theirs in zip(*of_seed[:2], strict=True)]
-        for of_seed in both.itertuples(index=False)
+        [
+            100 * (mine - its) / theirs[seed]["final_loss"]
+            for mine, its in zip(parts, theirs[seed]["parts"], strict=True)
+        ]
+        for seed, parts in zip(of_one["seed"], of_one["parts"], strict=True)
+        if seed in theirs and isinstance(parts, list) and isinstance(theirs[seed]["parts"], list)  # older results: none
     ]
     return (
         number(statistics.mean(over) if over else math.nan, "+.2f"),
