@@ -111,7 +111,7 @@ def every_command(name, command):
 
 def test_the_reference_names_every_command_and_option():
     sections = by_heading(reference.cli())
-    commands = dict([*every_command("lsgd", lsgd_command), ("lsgd-server", server_command)])
+    commands = dict([*every_command("lsgd", lsgd_command), *every_command("lsgd-server", server_command)])
     assert sections.keys() == commands.keys()
     for name, command in commands.items():
         options = {

@@ -275,7 +275,7 @@ def _shared_servers(
     if is_old:
         more += ["--workers", "0"]
     if settings.resume and (stage := max(map(stage_of, runs(settings.run_dir / CHECKPOINTS)[:1]), default=1)) > 1:
-        more += ["--run", stage_name(new_run(), stage)]
+        more += ["--run", stage_name(new_run(), stage), "0"]
     if nodes > 1 and (is_old or not sourced.plan.run.workers) and not settings.continues:
         print(
             f"{LAUNCHER}the run begins when the workers of all {nodes} nodes have joined; to begin with N workers, "

@@ -115,7 +115,7 @@ class Stages:
         if former.allegiance.state.serves and self._serving:
             show_result(results.finish(folder, 0, "", former.of_run.outcome, draws=False))
             results.put_aside(folder, former.stage)
-            place = ["--run", former.next_run, "--node", str(self._settings.place.node)]
+            place = ["--run", former.next_run, str(self._settings.place.node)]
             more = ["--nodes", str(former.of_run.nodes), "--workers", "0", "--plan", str(self._serving.plan)]
             servers = self._serving.servers(*place, *more)
         self._knock.close()

@@ -81,7 +81,7 @@ Every command answers `--help`. [Running lsgd](../start/usage.md) has examples.
 """
 SETTINGS = f"""# Settings of the plan
 
-A setting has one name. It is a key of the plan file (`local_period`), a flag of `lsgd-server`
+A setting has one name. It is a key of the plan file (`local_period`), a flag of `lsgd-server --global`
 (`{flag("local_period")}`) and a variable (`{variable("local_period")}`). Precedence: flag, variable, file.
 [Running lsgd](../start/usage.md#the-plan) shows a plan file. `lsgd config show` prints what is in effect.
 `lsgd set` changes those that are *settable* during a run.
@@ -108,7 +108,7 @@ def cli() -> str:
 def commands() -> Iterator[tuple[str, click.Command]]:
     """Yield each command by the words that one types, those of the workers' side first."""
     yield from _walk("lsgd", lsgd)
-    yield "lsgd-server", lsgd_server
+    yield from _walk("lsgd-server", lsgd_server)
 
 
 def _walk(path: str, command: click.Command) -> Iterator[tuple[str, click.Command]]:
