@@ -20,7 +20,7 @@ def join(state: RunState, join: Join) -> None:
     old = state.roster.members.get(join.worker)
     if old is not None and old.join.incarnation == join.incarnation:
         old.heard_at = state.now
-        if state.stopping and old.began < 0:
+        if state.stopping and old.entry.step < 0:
             state.answer(old, Refused(state.failed) if state.failed else Over(state.stopping))
             remove(state, old, Why.RUN_OVER())
         else:
@@ -47,9 +47,7 @@ def _objection(state: RunState, join: Join, old: Member | None) -> Reason:
     if state.roster.has_ended(join.worker, join.incarnation) and not _never_asked(state, join):
         return Why.CAME_BACK(worker=join.worker)
     if old is not None:
-        if old.challenger[0] != join.incarnation:
-            old.challenger = (join.incarnation, state.now)
-        if old.heard_at > old.challenger[1]:
+        if old.heard_at > state.gathering.claimed_since(join, state.now):
             return Why.NAME_TAKEN(worker=join.worker, heard_s=state.now - old.heard_at)
     others = [m.join for m in state.roster.members.values() if m is not old]
     return objection(join, others, state.plan.transport)
@@ -66,6 +64,7 @@ def _admit(state: RunState, join: Join) -> None:
     if not state.roster.members:
         state.gathering.since = state.now
     state.roster.add(member)
+    state.gathering.claims.pop(join.worker, None)
     state.note(Why.JOINS(worker=join.worker, address=join.address, joined=state.joined()))
     _welcome(state, [member])
 
@@ -93,9 +92,9 @@ def _welcome(state: RunState, members: list[Member]) -> None:
     first, access = [member.join for member in state.roster.members.values()][:1], state.tenure.access
     for member in members:
         warnings = tuple(warned for _, warned in differences(member.join, first) if warned)
-        if member.began < 0:
+        if member.entry.step < 0:
             state.roster.welcome(member, _place_in_loop(state, member, everybody))
-        more = access.certificate, access.relay, access.secret, state.gathering.first, member.began, has_begun
+        more = access.certificate, access.relay, access.secret, state.gathering.first, member.entry.step, has_begun
         state.answer(member, Welcome(state.run, state.plan.to_json(), ranks[member], size, warnings, *more))
 
 
@@ -103,7 +102,7 @@ def _place_in_loop(state: RunState, member: Member, everybody: Sequence[Member])
     """Return where a worker's own loop begins: where those that train are, its predecessor was, or its checkpoint."""
     if state.roster.generation is None:
         return max(member.join.step, origin_of(m.join for m in everybody).iterations // len(everybody))
-    others = [m for m in everybody if m.began >= 0 and m.asked.steps and m is not member]
+    others = [m for m in everybody if m.entry.step >= 0 and m.asked.steps and m is not member]
     before = state.roster.left.get(member.worker)
     like = [m for m in others if m.call or m.iterates] or ([before] if before else others)
     return sum(m.step for m in like) // len(like) if like else member.join.step

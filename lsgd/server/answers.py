@@ -37,7 +37,7 @@ def dismiss(state: RunState, member: Member) -> None:
         state.roster.move(member, MemberState.ENDED, state.failed)
         state.answer(member, Refused(state.failed))
         return
-    late = state.book.final and member.committed < state.book.next_id - 1
+    late = state.book.final and member.record.committed < state.book.next_id - 1
     failed = not member.leaving and (state.in_vain or member.state is MemberState.CUT)
     _reply(state, member, Stop(member.seq, None, member.leaving or state.stopping, failed, late), MemberState.ENDED)
 
@@ -48,7 +48,7 @@ def repeat(state: RunState, member: Member) -> None:
     if answer is None:
         state.answer(member, Waiting(member.seq, awaited(state, member)))
         return
-    if answer.round is not None and member.round is None and member.committed < answer.round.id:
+    if answer.round is not None and member.round is None and member.record.committed < answer.round.id:
         state.answer(member, GenerationOver(answer.round.generation.number, Why.ROUND_FAILED()))
     state.answer(member, answer)
 

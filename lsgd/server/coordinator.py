@@ -137,7 +137,7 @@ class Coordinator:
     def closed(self, node: int, now: float) -> Decision:
         """Note that a node's connection has closed: its processes are dead, or they make another one."""
         self._set_time(now)
-        self.state.closed_at[node] = now
+        self.state.roster.closed_at[node] = now
         return self._decide()
 
     def stop(self, order: str) -> None:

@@ -155,7 +155,7 @@ class DataBook:
 
         What was drawn is compared with newcomers only: their gradients of first steps are of another model.
         """
-        own = FirstStep(member.worker, said.data, said.noise, member.late)
+        own = FirstStep(member.worker, said.data, said.noise, member.entry.late)
         if said.digest not in self.firsts:
             self.changes.count += 1
         other = self.firsts.setdefault(said.digest, own)

@@ -98,7 +98,7 @@ def settle_own(state: RunState, member: Member) -> None:
     and loses it, unless all know a common model, to which it adds what it has learned in a later round.
     """
     if state.course.schedule.identical:
-        member.shared = member.done
+        member.account.share(member.done)
     elif not member.synced and (state.book.final or not state.course.schedule.common):
         lose_own(state, member)
 
@@ -109,7 +109,7 @@ def lose_own(state: RunState, member: Member) -> None:
         state.note(Why.LOSES(worker=member.worker, lost=number_of(member.unshared, "iteration")))
         state.roster.changes.count += 1
         state.ledger.lose(member.unshared)
-        member.shared = member.done
+        member.account.share(member.done)
 
 
 def committed(

@@ -28,7 +28,7 @@ def evict_silent(state: RunState) -> None:
     for member in expired:
         granted = member.granted
         remove(state, member, Why.SILENT(quiet_s=state.now - member.heard_at))
-        member.granted = granted
+        member.account.granted = granted
 
 
 def _expired(state: RunState) -> list[Member]:

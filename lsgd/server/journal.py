@@ -33,7 +33,7 @@ from lsgd.server.ledger import Ledger
 from lsgd.server.life import Life
 from lsgd.server.links import Ways
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Asked, Has, Member, MemberState, OpenRound, Roster, finite
+from lsgd.server.roster import Account, Asked, Entry, Has, Member, MemberState, OpenRound, Record, Roster, finite
 from lsgd.server.rounds import MAX_ELECTIONS, RoundBook
 from lsgd.server.state import Gathering, Progress, RunState
 from lsgd.server.tenure import Tenure
@@ -290,8 +290,8 @@ def begin(plan: Plan, journal: Journal | None, *, continues: bool = False, run: 
 VERSION = 17
 """Version of the format."""
 
-_KEPT = ("rank", "done", "shared", "committed", "sent_nbytes", "times_leader", "usual", "late", "began")
-"""Fields of a member that are kept unchanged."""
+_KEPT = ("committed", "sent_nbytes", "times_leader", "usual")
+"""Fields of a member's record that are kept unchanged: the generation that it knows is not."""
 
 
 def capture(state: RunState, now: float) -> dict[str, Any]:
@@ -427,7 +427,15 @@ def _answer_again(state: RunState, opened: OpenRound) -> None:
 
 
 def _member(member: Member) -> dict[str, Any]:
-    return {name: getattr(member, name) for name in (*_KEPT, "has", "granted")} | {
+    account, entry = member.account, member.entry
+    return {name: getattr(member.record, name) for name in _KEPT} | {
+        "rank": member.rank,
+        "has": member.has,
+        "granted": account.granted,
+        "done": account.done,
+        "shared": account.shared,
+        "late": entry.late,
+        "began": entry.step,
         "join": _fields(member.join),
         "state": member.state.name,
         "asked": values_of(Asked)(replace(member.asked, loss=finite(member.asked.loss))),
@@ -441,11 +449,14 @@ def _member_of(saved: dict[str, Any], now: float) -> Member:
         Join(**saved["join"]),
         now,
         MemberState[saved["state"]],
+        saved["rank"],
         asked=build(Asked, _tuples(saved["asked"])),
         has=Has(saved["has"]),
         leaving=Reason(*saved["leaving"]),
         left=Reason(*saved["left"]),
-        **{name: saved[name] for name in _KEPT},
+        account=Account(0, saved["done"], saved["shared"]),
+        record=Record(**{name: saved[name] for name in _KEPT}),
+        entry=Entry(saved["late"], saved["began"]),
     )
     left_out = member.state in (MemberState.STRAGGLER, MemberState.SILENT)
     if member.live or left_out or member.state in (MemberState.CUT, MemberState.ENDED):
@@ -454,7 +465,7 @@ def _member_of(saved: dict[str, Any], now: float) -> Member:
     if member.live or member.state is MemberState.CUT:
         member.state = MemberState.BUSY
     elif left_out or member.was_silent:
-        member.granted = saved["granted"]  # nobody waits for it: its grant is set aside
+        member.account.granted = saved["granted"]  # nobody waits for it: its grant is set aside
     return member
 
 

@@ -42,7 +42,7 @@ class Ledger:
             iterations = max(1, min(most, int(share)))
         self.tokens -= iterations
         queue.tokens -= iterations
-        member.granted += iterations
+        member.account.granted += iterations
         if member.granted > 2:
             self.lent[member] = None
         return iterations
@@ -62,7 +62,7 @@ class Ledger:
         for queue in queues:
             queue.tokens = per_member * len(queue.members)
         for member in members:
-            member.granted += 1
+            member.account.granted += 1
 
     def settle(self, member: Member, queue: NodeQueue | None, *, stopping: bool) -> None:
         """Give a member's unused grant back to the queues.
@@ -73,21 +73,17 @@ class Ledger:
             self.tokens += member.granted
             queue.tokens += member.granted
             self.released = True
-        member.granted = 0
+        member.account.granted = 0
 
     def use(self, member: Member, done: int, keep: int = 0) -> None:
         """Count what a member has done; take it from its grant except the last ``keep``, then from the run's queue."""
-        made = max(0, done - member.done)
-        if made:
-            used = min(made, max(0, member.granted - keep))
-            self.count += made
-            member.done += made
-            member.granted -= used
-            self.tokens = max(0.0, self.tokens - (made - used))
+        made, uncovered = member.account.use(done, keep)
+        self.count += made
+        self.tokens = max(0.0, self.tokens - uncovered)
 
     def revoke(self, member: Member) -> None:
         """Forget what was granted to a member in a round that it has dropped."""
-        member.granted = 0
+        member.account.granted = 0
 
     def lose(self, iterations: int) -> None:
         """Count no longer what was made, and no model of the run will have."""
@@ -98,8 +94,8 @@ class Ledger:
         """Keep the grants of stragglers; after a restart at least one each, plus once what was unheard before it."""
         if self.unheard:
             for member in stragglers:
-                member.granted = max(1, member.granted)
-        stragglers[0].granted += self.unheard
+                member.account.granted = max(1, member.granted)
+        stragglers[0].account.granted += self.unheard
         self.unheard = 0
 
     def at_risk(self, members: Iterable[Member]) -> int:

@@ -143,7 +143,7 @@ def _line(roster: Roster, member: Member, now: float) -> dict[str, Any]:
         "code": member.left.code,
         "done": done,
         "loss": finite(member.asked.loss),
-        "times_leader": member.times_leader,
+        "times_leader": member.record.times_leader,
         "heard_s_ago": round(now - member.heard_at, 3),
     }
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from lsgd.election import standing
+from lsgd.election import standing, usual_loss
 from lsgd.protocol.events import Happening, WorkerChanged, WorkerJoined
 from lsgd.protocol.messages import Generation, Go, Heartbeat, Join, Request, Round, Stop
 from lsgd.protocol.wants import STEP, Call, End, Step, Want
@@ -121,6 +121,79 @@ class Asked:
 
 
 @dataclass(slots=True, eq=False)
+class Account:
+    """What a worker was granted, and what it has made of that; the ledger has the sums.
+
+    Args:
+        granted: iterations granted and not yet reported done; for a STRAGGLER that has been silent since the server
+            was restarted, as many as it may have made.
+        done: iterations that it has reported.
+        shared: how many of them no longer depend on it: they are in the model of a global round that all have
+            completed, or are lost.
+    """
+
+    granted: int = 0
+    done: int = 0
+    shared: int = 0
+
+    def use(self, done: int, keep: int) -> tuple[int, int]:
+        """Count what it has ``done``; return how much more that is, and how much of that its grant did not cover.
+
+        ``keep``: iterations of its grant that are not touched.
+        """
+        made = max(0, done - self.done)
+        used = min(made, max(0, self.granted - keep))
+        self.done += made
+        self.granted -= used
+        return made, made - used
+
+    def share(self, done: int) -> None:
+        """Note that the first ``done`` iterations no longer depend on it."""
+        self.shared = max(self.shared, done)
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """What a worker's rounds so far say of it.
+
+    Args:
+        committed: id of the last round it has completed.
+        usual: loss at the rounds so far, see :func:`lsgd.election.usual_loss`.
+        met: number of the last generation in which it has completed a round, and so knows the members.
+        sent_nbytes: total when it completed its last round.
+    """
+
+    committed: int = 0
+    usual: float | None = None
+    met: int = 0
+    times_leader: int = 0
+    sent_nbytes: int = 0
+
+    def reports(self, loss: float | None) -> None:
+        """Take a loss into its usual one, if it is finite."""
+        if (finite_loss := finite(loss)) is not None:
+            self.usual = usual_loss(self.usual, finite_loss)
+
+    def sends(self, total: int) -> int:
+        """Note how much it has sent in all its rounds; return how much since the last one."""
+        before, self.sent_nbytes = self.sent_nbytes, total
+        return max(0, total - before)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """How a worker came into the run.
+
+    Args:
+        late: whether the run had begun.
+        step: place in its script's own loop when it was welcomed; -1 before that.
+    """
+
+    late: bool = False
+    step: int = -1
+
+
+@dataclass(slots=True, eq=False)
 class Member:
     """One incarnation of a worker, from its join to its leave.
 
@@ -129,23 +202,12 @@ class Member:
         state: changed by :meth:`Roster.move` only.
         rank: in the current generation; -1 outside it.
         held_at: time of its last held request.
-        granted: iterations granted and not yet reported done; for a STRAGGLER that has been silent since the server
-            was restarted, as many as it may have made. Only the ledger changes this and ``done``.
-        shared: how many of its ``done`` iterations no longer depend on it: they are in the model of a global round that
-            all have completed, or are lost.
         has: what of the run's model it has; :meth:`learns` and :meth:`falls_behind` change it.
         leaving: reason why it must leave, although the run continues.
         asked: its last request; :meth:`Roster.asks` and :meth:`Roster.goes_on` change what it wants.
-        began: place in its script's own loop when it was welcomed; -1 before that.
-        late: whether it has joined a run that had begun.
         answer: to that request; None while there is none.
         round: until it completes the round or the round fails.
-        committed: id of the last round it has completed.
-        usual: loss at the rounds so far, see :func:`lsgd.election.usual_loss`.
-        met: number of the last generation in which it has completed a round, and so knows the members.
         spent: last heartbeat, with its totals; None before the first.
-        sent_nbytes: total when it completed its last round.
-        challenger: incarnation of another process that claims its name, and since when.
     """
 
     join: Join
@@ -153,24 +215,16 @@ class Member:
     state: MemberState = MemberState.JOINED
     rank: int = -1
     held_at: float = 0.0
-    granted: int = 0
-    done: int = 0
-    shared: int = 0
     has: Has = Has.NOTHING
     leaving: Reason = NO_REASON
     asked: Asked = Asked()
-    began: int = -1
-    late: bool = False
     left: Reason = NO_REASON
     answer: Go | Stop | None = None
     round: "OpenRound | None" = None
-    committed: int = 0
-    usual: float | None = None
-    met: int = 0
-    times_leader: int = 0
     spent: Heartbeat | None = None
-    sent_nbytes: int = 0
-    challenger: tuple[int, float] = (0, 0.0)
+    account: Account = field(default_factory=Account)
+    record: Record = field(default_factory=Record)
+    entry: Entry = field(default_factory=Entry)
 
     @property
     def worker(self) -> str:
@@ -188,9 +242,19 @@ class Member:
         return self.asked.seq
 
     @property
+    def done(self) -> int:
+        """Iterations that it has reported."""
+        return self.account.done
+
+    @property
+    def granted(self) -> int:
+        """Iterations granted and not yet reported."""
+        return self.account.granted
+
+    @property
     def unshared(self) -> int:
         """Iterations that only its own model has, as far as is known."""
-        return self.done - self.shared
+        return self.done - self.account.shared
 
     @property
     def iterates(self) -> bool:
@@ -210,7 +274,7 @@ class Member:
     @property
     def step(self) -> int:
         """Its place in its script's own loop."""
-        return max(0, self.began) + self.done
+        return max(0, self.entry.step) + self.done
 
     @property
     def steps_left(self) -> int:
@@ -250,7 +314,7 @@ class Member:
     def falls_behind(self) -> None:
         """Note that the run goes on without what it has."""
         if self.synced:
-            self.has = Has.OLDER if self.committed else Has.NOTHING
+            self.has = Has.OLDER if self.record.committed else Has.NOTHING
 
     @property
     def electable_loss(self) -> float:
@@ -301,8 +365,7 @@ class OpenRound:
         if total is None or self.sent_nbytes is None:
             self.sent_nbytes = None
         else:
-            self.sent_nbytes += max(0, total - member.sent_nbytes)
-            member.sent_nbytes = total
+            self.sent_nbytes += member.record.sends(total)
 
 
 class Roster:
@@ -323,6 +386,7 @@ class Roster:
         live: number of members that are HELD or BUSY.
         held: number of members that are HELD.
         absent: number of the generation's members that are not live, departed ones included.
+        closed_at: when the last connection of a node has closed.
         spared: members that have the run's model, while all of them are silent and the run waits for them.
         happened: events that the coordinator has yet to publish.
     """
@@ -343,6 +407,7 @@ class Roster:
         self.spared: set[Member] = set()
         self.happened: list[Happening] = []
         self.queues: dict[int, NodeQueue] = {}
+        self.closed_at: dict[int, float] = {}
         self._ended = {(m.worker, m.join.incarnation) for m in self.left.values()}
         for rank, name in enumerate(generation.members if generation else ()):
             member = self.members.get(name)
@@ -432,12 +497,12 @@ class Roster:
     def welcome(self, member: Member, step: int) -> None:
         """Note where a member's own loop begins, once it is welcome."""
         self.changes.count += 1
-        member.began = step
+        member.entry.step = step
 
     def add(self, member: Member) -> None:
         """Add a worker that has joined."""
         self.changes.count += 1
-        member.late = self.generation is not None
+        member.entry.late = self.generation is not None
         join = member.join
         self.members[member.worker] = member
         self.happened.append(WorkerJoined(join.worker, join.node, join.address, join.gpu))
@@ -514,7 +579,7 @@ def elect(members: list[Member], rule: str, lot: str) -> Member:
 
     ``lot`` names the run and the round.
     """
-    return min(members, key=lambda m: (standing(rule, m.electable_loss, m.usual, f"{lot} {m.worker}"), m.place))
+    return min(members, key=lambda m: (standing(rule, m.electable_loss, m.record.usual, f"{lot} {m.worker}"), m.place))
 
 
 def finite(loss: float | None) -> float | None:

@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lsgd.election import usual_loss
 from lsgd.means import mean_of_finite
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Go, Round, Stop
 from lsgd.server.changes import Changes
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Has, Member, NodeQueue, OpenRound, elect, finite
+from lsgd.server.roster import Has, Member, NodeQueue, OpenRound, elect
 
 MAX_FAILED_ROUNDS = 10
 """Failed rounds, without a completed global one between them, that end the run."""
@@ -155,8 +154,7 @@ class RoundBook:
         self.fresh = False
         for member in opened.waiting:
             member.round = opened
-            if (loss := finite(member.asked.loss)) is not None:
-                member.usual = usual_loss(member.usual, loss)
+            member.record.reports(member.asked.loss)
 
     def complete(
         self, member: Member, round_id: int, now: float, sent_nbytes: int | None = None, *, lacking: bool = False
@@ -166,14 +164,14 @@ class RoundBook:
         ``sent_nbytes``: what it has sent in all rounds since it joined, None if it did not say; ``lacking``: it lacks
         parts of the run's model, and so stays a newcomer.
         """
-        if round_id > member.committed:  # also one that has failed for others: it has a model, if no common one
-            member.committed = round_id
+        if round_id > member.record.committed:  # also one that has failed for others: it has a model, if no common one
+            member.record.committed = round_id
             if member.has is Has.NOTHING:
                 member.has = Has.PARTS if lacking else Has.OLDER
         opened = member.round
         if opened is None or opened.round.id != round_id:
             return None
-        member.round, member.met = None, opened.round.generation.number
+        member.round, member.record.met = None, opened.round.generation.number
         if opened.round.scope == "global":
             member.learns(lacking=lacking)
         opened.waiting.remove(member)
@@ -184,7 +182,7 @@ class RoundBook:
             if opened.round.scope == "global":
                 self.failures, self.averages = 0, False
                 for one, done in opened.done.items():
-                    one.shared = max(one.shared, done)
+                    one.account.share(done)
             if opened.round.checkpoint:
                 self.checkpoints.saved(opened.round.exchanges, now)
         return opened
@@ -202,7 +200,7 @@ class RoundBook:
 def abridged(answer: Go | Stop, member: Member) -> Go | Stop:
     """Return an answer without the generation's members if the worker knows them."""
     order = answer.round
-    if order is None or order.generation.number != member.met:
+    if order is None or order.generation.number != member.record.met:
         return answer
     generation = replace(order.generation, nodes=(), node_sizes=(), indices=(), missed=(), nccl_nodes=(), others=())
     return replace(answer, round=replace(order, generation=generation))
@@ -233,7 +231,7 @@ def roles(
     """
     synced = [m for m in members if m.synced]
     # The state of the most advanced round counts; ties go to the lowest loss.
-    source = min(synced or members, key=lambda m: (m.has is Has.PARTS, -m.committed, m.electable_loss, m.place))
+    source = min(synced or members, key=lambda m: (m.has is Has.PARTS, -m.record.committed, m.electable_loss, m.place))
     new = [m.rank for m in members if m is not source and (copies or not m.synced)]
     leaders = [-1] * nodes
     for queue in queues:

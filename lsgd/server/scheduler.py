@@ -177,7 +177,7 @@ def _order(
     if scope == "global":
         state.course.pace.ordered(state.now, state.ledger.count, first=state.book.fresh)
     state.book.order(order, members, state.now)
-    leader.times_leader += state.leads
+    leader.record.times_leader += state.leads
     means = state.calls.take_means() if scope == "global" else {}
     seconds = state.now - state.progress.started_at
     entry = election(order, leader if state.leads else None, members, seconds, means)
@@ -241,7 +241,7 @@ def _go_back(state: RunState, step: next_step.GoBack) -> None:
     count, resumed, course = state.ledger.count, step.origin.iterations, state.course
     state.ledger.go_back(resumed)
     for member in (*state.roster.members.values(), *state.roster.left.values()):
-        member.shared = member.done
+        member.account.share(member.done)
     if state.roster.generation is not None:
         why = Why.GONE_BACK if resumed else Why.BEGUN_ANEW
         state.note(why(count=count, resumed=resumed, lost=count - resumed))

@@ -83,12 +83,20 @@ class Gathering:
     Attributes:
         announced: number of workers on each node, according to its local server.
         since: time from which workers wait for others to join.
+        claims: incarnation of another process that claims the name of a worker, and since when.
     """
 
     first: str = ""
     announced: dict[int, int] = field(default_factory=dict)
     since: float = 0.0
+    claims: dict[str, tuple[int, float]] = field(default_factory=dict)
     changes: Changes = field(default_factory=Changes)
+
+    def claimed_since(self, join: Join, now: float) -> float:
+        """Return since when this process, the last one to do so, claims the name of a member."""
+        if self.claims.get(join.worker, (0, 0.0))[0] != join.incarnation:
+            self.claims[join.worker] = (join.incarnation, now)
+        return self.claims[join.worker][1]
 
     def complete(self, now: float, first: str) -> None:
         """Note that enough have joined: from now on the run waits for their first requests."""
@@ -151,7 +159,6 @@ class RunState:
         links: members that the run continues without, because others cannot reach them.
         calls: those that workers make together.
         data: what workers have said of their data.
-        closed_at: when the last connection of a node has closed.
     """
 
     plan: Plan
@@ -164,7 +171,6 @@ class RunState:
     life: Life = field(default_factory=lambda: Life(Stage.GATHERING, 0.0))
     gathering: Gathering = field(default_factory=Gathering)
     progress: Progress = field(default_factory=Progress)
-    closed_at: dict[int, float] = field(default_factory=dict)
     course: Course = field(init=False)
     links: Links = field(init=False)
     calls: Calls = field(default_factory=Calls)
@@ -243,7 +249,7 @@ class RunState:
 
     def is_silent(self, member: Member) -> bool:
         """Whether a worker is probably gone: its heartbeats are missing, or its node's connection has closed."""
-        closed_at = self.closed_at.get(member.join.node, -math.inf)
+        closed_at = self.roster.closed_at.get(member.join.node, -math.inf)
         is_closed = member.heard_at <= closed_at < self.now - CLOSED_S
         return is_closed or self.now - member.heard_at > self.silence_s
 

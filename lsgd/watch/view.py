@@ -164,6 +164,38 @@ class RoundView:
         return self.node in (-1, place(worker)[0])
 
 
+class Rounds(Series[RoundView]):
+    """The history of a run's rounds. The last ones are known by their number, in case their end is yet to come."""
+
+    def __init__(self) -> None:
+        super().__init__(MAX_ROUNDS)
+        self._recent: dict[int, RoundView] = {}
+        self._untimed: list[RoundView] = []  # rounds that are known from a report
+
+    def order(self, order: RoundOrdered, time: float | None = None) -> None:
+        """Add a round, unless it is known; ``time``: None if a report has it."""
+        if order.round <= next(reversed(self._recent), 0):
+            return
+        view = round_of(order, time)
+        self.add(view)
+        if time is None:
+            self._untimed.append(view)
+        self._recent[order.round] = view
+        if len(self._recent) > MAX_ROUNDS:
+            del self._recent[next(iter(self._recent))]
+
+    def open(self, number: int) -> RoundView | None:
+        """Return a round that is open still; a restarted server may report its end twice."""
+        known = self._recent.get(number)
+        return known if known and known.state == "open" else None
+
+    def date(self, started_at: float) -> None:
+        """Give each round without a time the one that follows from when the first was ordered, once and for all."""
+        for each in self._untimed:
+            each.time = started_at + each.seconds
+        self._untimed = []
+
+
 class Turns:
     """When, and why, a run's length has changed or it has gone back.
 
@@ -215,7 +247,7 @@ class RunView:
         self.lost, self.time = 0, 0.0
         self.ways: list[dict[str, Any]] = []
         self.workers: dict[str, WorkerView] = {}
-        self.rounds: Series[RoundView] = Series(MAX_ROUNDS)
+        self.rounds = Rounds()
         self.log: deque[Line] = deque(maxlen=MAX_LINES)
         self.settings: dict[str, str] = {}
         self.turns = Turns()
@@ -224,8 +256,6 @@ class RunView:
         self.counters = Counters()
         self.connected = False
         self._as_of = 0  # the report includes the events up to this one
-        self._recent: dict[int, RoundView] = {}
-        self._untimed: list[RoundView] = []  # rounds that are known from a report
         self._progress: deque[tuple[float, int, float]] = deque()  # time, count and share of the last seconds
         if report is not None:
             self._begin(report)
@@ -292,7 +322,7 @@ class RunView:
             worker.done, worker.loss = member["done"], member["loss"]
             worker.times_leader, worker.heard_s = member["times_leader"], member["heard_s_ago"]
         for entry in report.get("leaders", []):
-            self._order(RoundOrdered(**entry))
+            self.rounds.order(RoundOrdered(**entry))
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -311,12 +341,12 @@ class RunView:
                 self.log.append(Line(time, code, words))
                 self.turns.causes += [words] * (code in GOES_BACK)
             case RoundOrdered():
-                self._order(what, time if is_new else None)
-            case RoundCompleted(number, took_s, sent_nbytes) if known := self._open(number):
+                self.rounds.order(what, time if is_new else None)
+            case RoundCompleted(number, took_s, sent_nbytes) if known := self.rounds.open(number):
                 known.state, known.took_s, known.sent_nbytes = "completed", took_s, sent_nbytes
                 if took_s is not None:
                     self.counters.took[known.scope].add(took_s)
-            case RoundFailed(number, code, reason) if known := self._open(number):
+            case RoundFailed(number, code, reason) if known := self.rounds.open(number):
                 known.state, known.reason = "failed", reason
                 self.counters.fail(code)
             case WorkerJoined(name, node):
@@ -338,7 +368,7 @@ class RunView:
                 self.turns.look(time, run)
                 self._agree(run.count, what.logged)
                 if run.seconds:
-                    self._date(time - run.seconds)
+                    self.rounds.date(time - run.seconds)
                 began = self._progress and not any(self._progress[-1][1:])  # until then there was no pace
                 if self._progress and run.count < self._progress[-1][1]:  # it went back to a checkpoint
                     self._progress.clear()
@@ -356,28 +386,6 @@ class RunView:
         now = {name.removeprefix(before): x for name, x in logged.items() if name.startswith(before)}
         if now and (self.agreements.last is None or self.agreements.last[1] != now):
             self.agreements.add((count, now))
-
-    def _open(self, number: int) -> RoundView | None:
-        """Return a round that is open still; a restarted server may report its end twice."""
-        known = self._recent.get(number)
-        return known if known and known.state == "open" else None
-
-    def _date(self, started_at: float) -> None:
-        """Give each round without a time the one that follows from when the first was ordered, once and for all."""
-        for each in self._untimed:
-            each.time = started_at + each.seconds
-        self._untimed = []
-
-    def _order(self, order: RoundOrdered, time: float | None = None) -> None:
-        if order.round <= next(reversed(self._recent), 0):
-            return
-        view = round_of(order, time)
-        self.rounds.add(view)
-        if time is None:
-            self._untimed.append(view)
-        self._recent[order.round] = view
-        if len(self._recent) > MAX_ROUNDS:
-            del self._recent[next(iter(self._recent))]
 
     def _change(self, what: object) -> None:
         match what:

@@ -320,7 +320,7 @@ class Host:
         def act(decision: Decision) -> None:
             check_invariants(server._state)
             for member in server._state.roster.members.values():
-                member.met = 0  # answers are whole
+                member.record.met = 0  # answers are whole
             self.world.notes += [(self.index, note) for note in decision.notes]
             decide(decision)
 

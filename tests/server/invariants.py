@@ -62,7 +62,7 @@ def _check_book(state: RunState) -> None:
     for id, opened in book.open.items():
         assert id == opened.round.id < book.next_id and opened.waiting
         for member in opened.waiting:
-            assert member.round is opened and member.committed < id and member.rank >= 0
+            assert member.round is opened and member.record.committed < id and member.rank >= 0
             assert member.answer is not None and member.answer.round is opened.round
 
 

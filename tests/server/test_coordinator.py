@@ -641,7 +641,7 @@ def test_the_lowest_finite_loss_leads(losses: tuple[float | None, ...], leader: 
     for place, loss in zip(places, losses, strict=True):
         bench.ask(place, loss=loss)
     assert bench.round(*places).leader == leader
-    assert bench.member(places[leader]).times_leader == 1 + (leader == 0)
+    assert bench.member(places[leader]).record.times_leader == 1 + (leader == 0)
     assert bench.book.elections[-1].worker == f"node0/worker{leader}"
     of_none = losses[leader] is not None and not math.isfinite(losses[leader])
     assert ("no finite loss" in bench.notes[-1]) is of_none
@@ -1294,7 +1294,7 @@ def test_members_go_to_whom_they_are_news() -> None:
     go = bench.got["00"][-1]
     assert abridged(go, known).round.generation.members == ()
     assert len(encode(abridged(go, known))) < len(encode(go))
-    known.met = 0
+    known.record.met = 0
     assert abridged(go, known) is go
 
 

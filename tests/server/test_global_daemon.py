@@ -267,7 +267,7 @@ def test_a_node_whose_connection_has_closed_is_replaced_at_once(monkeypatch) -> 
         link.arrived.append((peer, [hello(int(peer[4:5]), incarnation)]))
         daemon.turn(0.5 * incarnation)
         assert isinstance(link.sent[peer][-1][1], NodeWelcome)
-    assert daemon.coordinator.state.closed_at == {1: 1.0}
+    assert daemon.coordinator.state.roster.closed_at == {1: 1.0}
 
 
 def test_a_run_that_ends_keeps_its_settings(monkeypatch) -> None:
