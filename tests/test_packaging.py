@@ -16,6 +16,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from lsgd.server.reasons import Why
+
 from .integration.running import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -180,7 +182,7 @@ def test_the_installed_wheel_trains(installed, tmp_path):
         *("-m", "lsgd.client", "launch", "--workers", "1", "--port", "0", "--plan", str(plan)),
         *("--run-dir", str(tmp_path / "run"), "--", str(installed), str(script)),
     )
-    assert "the run is over: all 40 iterations are done; 40 iterations" in output
+    assert f"{Why.ENDED(reason=Why.ALL_MADE(limit=40))}; 40 iterations" in output
 
 
 @slow

@@ -11,6 +11,7 @@ from lsgd.check.returns import judge_resume, judge_return
 from lsgd.check.runs import link_all
 from lsgd.check.verdicts import Status, Verdict
 from lsgd.plan.estimate import link_of
+from tests import golden
 
 from .story import Story, at, run_of
 
@@ -51,7 +52,7 @@ def test_a_run_that_was_not_stopped_is_no_tick() -> None:
 def test_a_loop_that_was_stopped_before_its_end_is_said() -> None:
     run = run_of(*both(lambda story: story.steps(4).ends()), stopped=True)
     verdict = judge_ends(run, WELL)
-    assert is_right(verdict) and "its own loop has 8 steps" in verdict.notes[0]
+    assert is_right(verdict) and golden.text("judges.own_loop") in verdict.notes[0]
 
 
 def test_a_loop_without_the_end_that_it_has_told() -> None:
@@ -60,7 +61,7 @@ def test_a_loop_without_the_end_that_it_has_told() -> None:
 
 def test_a_script_that_joins_nothing() -> None:
     verdict = judge_ends(run_of(status=78, logs={"launcher": "[launch] failed: without training"}), None)
-    assert "no worker has joined: [launch] failed: without training" in verdict.findings[0].what
+    assert golden.text("judges.never_joined") in verdict.findings[0].what
 
 
 def test_an_error_is_named_with_its_line(tmp_path) -> None:
@@ -68,7 +69,7 @@ def test_an_error_is_named_with_its_line(tmp_path) -> None:
     log = f'  File "{path}", line 12, in <module>\n  File "/usr/lib/python3.11/x.txt", line 1\nKeyError: 3\n'
     run = run_of(*both(lambda story: story.steps(4)), status=1, logs={"node0-worker0": log}, name="stopped")
     (finding,) = judge_ends(WELL, run).findings
-    assert finding.where == f"{path}:12" and "exit code 1 (stopped in the middle): KeyError: 3" in finding.what
+    assert finding.where == f"{path}:12" and golden.text("judges.exit_code") in finding.what
 
 
 def test_steps_after_the_end() -> None:
@@ -87,7 +88,7 @@ def test_the_rest_of_what_is_learned_from_a_rollout_is_no_mistake(looks: bool) -
 
     verdict = judge_ends(run_of(*both(tell)), WELL)
     if looks:
-        assert is_right(verdict) and "15 steps after the end" in verdict.notes[0]
+        assert is_right(verdict) and golden.text("judges.steps_after_end") in verdict.notes[0]
     else:
         says(verdict, 25, "goes on after the end of its run")
 
@@ -326,7 +327,7 @@ def test_what_differs_after_a_resume_is_named(wrong, words) -> None:
 
 def test_other_random_numbers_after_a_resume_are_noted() -> None:
     verdict = resume(Story().steps(8), Story().steps(4), back().steps(4, noise=["another", "", ""], weights=[9.0, 9.0]))
-    assert is_right(verdict) and "random numbers differ from step 5 on" in verdict.notes[0]
+    assert is_right(verdict) and golden.text("judges.random_differ") in verdict.notes[0]
 
 
 def test_random_numbers_that_begin_anew_after_a_resume() -> None:
@@ -349,7 +350,7 @@ def test_a_stop_between_two_passes_of_a_script_that_draws_in_none_of_its_steps()
         two_steps(half, drawn)
     story = back().step(noise=["0 drawn", "", ""])  # as at its beginning; restored within the step
     verdict = resume(alone, half, two_steps(story.step(noise=["1 drawn", "", ""]), 2))
-    assert is_right(verdict) and "random numbers differ from step 5 on" in verdict.notes[0]
+    assert is_right(verdict) and golden.text("judges.random_differ") in verdict.notes[0]
 
 
 def test_rates_by_progress_may_be_a_step_off() -> None:
@@ -378,7 +379,7 @@ def test_a_loader_may_be_a_batch_ahead() -> None:
 
 def test_a_script_that_is_not_the_same_twice_is_not_judged() -> None:
     verdict = resume(Story().steps(8), Story().steps(4, lrs=[0.2]), back().steps(4))
-    assert "two runs from its beginning differ in their learning rate" in verdict.unjudged
+    assert golden.text("judges.learning_rate_differs") in verdict.unjudged
 
 
 def test_a_loop_that_begins_anew() -> None:
@@ -415,7 +416,7 @@ def test_a_worker_that_comes_back_with_the_first_rate() -> None:
 def test_a_worker_that_does_not_come_back() -> None:
     run = run_of(Story(0).steps(8), Story(1).steps(3), killed="node0/worker1", status=1, logs={"launcher": "it failed"})
     (finding,) = judge_return(run).findings
-    assert "node0/worker1 does not come back: it failed" in finding.what
+    assert golden.text("judges.not_back") in finding.what
 
 
 # -- 8 and 9 ---------------------------------------------------------------------------------------------------
@@ -439,7 +440,7 @@ def test_a_file_may_hold_an_average_of_the_weights_beside_them() -> None:
 def test_a_file_with_other_names_is_compared_by_its_values() -> None:
     assert is_right(judge_model(run_of(*saves()), {"/x/model.pt": {"lora.weight": "w"}}))
     verdict = judge_model(run_of(*saves()), {"/x/model.pt": {"lora.weight": "other"}})
-    assert verdict.status is Status.UNJUDGED and "nothing has the name or the values" in verdict.unjudged
+    assert verdict.status is Status.UNJUDGED and golden.text("judges.nothing_restored") in verdict.unjudged
 
 
 def test_an_average_that_one_worker_copies_into_its_model_at_the_end() -> None:
@@ -448,7 +449,7 @@ def test_an_average_that_one_worker_copies_into_its_model_at_the_end() -> None:
     for story in (one, other):
         story.facts.insert(-1, {"kind": "end", "t": 50.0, "made": 8, **consensus})
     verdict = judge_model(run_of(one, other), {"/x/model.pt": {"weight": "average"}})
-    assert is_right(verdict) and "alone changes its weights after the run's end" in verdict.notes[0]
+    assert is_right(verdict) and golden.text("judges.alone_weights") in verdict.notes[0]
 
 
 def test_no_file_is_no_tick() -> None:
@@ -481,11 +482,11 @@ def test_a_checkpoint_within_the_training_is_no_final_file() -> None:
 
 def test_costs_are_said_with_what_machines_are_worth() -> None:
     verdict = judge_cost(WELL, link_of("100mbit,20ms"))
-    assert is_right(verdict) and "17 % of the time in rounds" in verdict.notes[1]
+    assert is_right(verdict) and golden.text("judges.rounds_share") in verdict.notes[1]
     small, large = Story(0, nbytes=4000).steps(8).ends(), Story(0, nbytes=4e6).steps(8).ends()
     assert verdict.notes[0].startswith("1 MB of memory")
-    assert judge_cost(run_of(small), None).notes[0].endswith("for 4.0 kB of parameters")
-    assert judge_cost(run_of(large), None).notes[0].endswith("for 4.0 MB of parameters")
+    assert judge_cost(run_of(small), None).notes[0].endswith(golden.text("judges.parameters_kb"))
+    assert judge_cost(run_of(large), None).notes[0].endswith(golden.text("judges.parameters_mb"))
     assert [note.split()[0] for note in verdict.notes[3:-1]] == ["2", "3", "4"] and "point 6" in verdict.notes[-1]
     alone = Story(0).steps(8).ends(watching_s=2.0)
     assert "250 ms a step" in judge_cost(WELL, link_of("100mbit"), run_of(alone)).notes[2]

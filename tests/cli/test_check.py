@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from lsgd.cli.commands import main
+from tests import golden
 
 from ..check.scripts import start
 from ..integration.running import holders, until
@@ -23,23 +24,23 @@ def said(*arguments: str) -> str:
 
 
 def test_points_that_there_are_not() -> None:
-    assert "--only takes numbers of points, 1 to 9" in said("check", "--only", "1,12", "--", "python", "x.py")
-    assert "--only takes numbers of points, 1 to 9" in said("check", "--only", "data", "--", "python", "x.py")
+    assert golden.text("check.only_points") in said("check", "--only", "1,12", "--", "python", "x.py")
+    assert golden.text("check.only_points") in said("check", "--only", "data", "--", "python", "x.py")
 
 
 def test_a_command_is_needed() -> None:
-    assert "lsgd check -- python my_script.py" in said("check")
+    assert golden.text("check.command") in said("check")
 
 
 @pytest.mark.parametrize("number", ["nan", "inf", "0"])
 def test_a_step_takes_a_time(number: str) -> None:
     for command in ("estimate", "doctor"):
-        assert f"Invalid value for '--step-ms': {number}" in said(command, "--step-ms", number)
+        assert golden.text("check.bad_step_ms", number=number) in said(command, "--step-ms", number)
 
 
 def test_an_estimate() -> None:
     lines = said("estimate", "--parameters", "100M", "--step-ms", "400", "--link", "1gbit").splitlines()
-    assert lines[0].startswith("with 100,000,000 parameters, 400 ms a step and 1000 Mbit/s")
+    assert lines[0].startswith(golden.text("check.given_link"))
     assert [line.split()[0] for line in lines[1:]] == ["2", "3", "4"]
 
 

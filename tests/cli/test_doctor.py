@@ -16,6 +16,7 @@ from benchmarks.testbed import Testbed
 from lsgd.cli import doctor
 from lsgd.cli.doctor import Doctor
 from lsgd.node.place import Place
+from tests import golden
 
 from ..integration.running import FORKS, free_port
 from ..needs import needs_nat
@@ -38,30 +39,30 @@ def test_two_nodes_that_can_train_together(port) -> None:
         results = list(pool.map(lambda node: examine(node, 2, port), range(2)))
     for node, (code, said) in enumerate(results):
         assert code == 0, said
-        assert ("is free for the global server" in said) is (node == 0)
-        assert re.search(r"ok    node0 to node1: \d+ Mbit/s, round trip \d+\.\d\d ms", said)
-        assert re.search(r"ok    node1 to node0: \d+ Mbit/s", said)
-        assert re.search(r"all-reduce of 1 MiB over TCP: \d+ ms, result correct", said)
-        assert re.search(r"a model in float32 takes .* s, as long as .* iterations: a period of about \d+", said)
-        assert said.endswith("ready for a run")
+        assert (golden.text("doctor.is_free") in said) is (node == 0)
+        assert re.search(golden.pattern("doctor.link_forth"), said)
+        assert re.search(golden.pattern("doctor.link_back"), said)
+        assert re.search(golden.pattern("doctor.all_reduce"), said)
+        assert re.search(golden.pattern("doctor.period_hint"), said)
+        assert said.endswith(golden.text("doctor.ready"))
 
 
 def test_one_node_alone(port) -> None:
     code, said = examine(0, 1, port)
-    assert code == 0 and "one node: no link to test" in said and "tensors travel on 127.0.0.1 (lo)" in said
+    assert code == 0 and golden.text("doctor.no_link") in said and golden.text("doctor.tensors_on") in said
 
 
 def test_a_node_that_is_missing(port, monkeypatch) -> None:
     monkeypatch.setattr(doctor, "MEET_WITHIN_S", 0.5)
     code, said = examine(0, 2, port)
-    assert code == 1 and f"FAIL  not all 2 nodes met at port {port} of 127.0.0.1 within 0.5 s" in said
+    assert code == 1 and golden.text("doctor.not_met", port=port) in said
 
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         taken = server.getsockname()[1]
         code, said = examine(0, 2, taken)
-    assert code == 1 and f"FAIL  port {taken} of 127.0.0.1 is taken" in said
+    assert code == 1 and golden.text("doctor.port_taken", taken=taken) in said
 
 
 def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
@@ -77,10 +78,10 @@ def test_a_link_that_is_closed_and_other_software(port, monkeypatch) -> None:
         results = list(pool.map(lambda node: examine(node, 2, port), range(2)))
     for code, said in results:
         assert code == 1
-        assert re.search(r"FAIL  node0 to node1: .* cannot be used \(Connection refused\); open the ports above", said)
-    assert f"warn  no relay can listen on port {port + 1} of 127.0.0.1" in results[0][1]
-    assert any("install the same release on all" in said for _, said in results)
-    assert all(said.endswith("fix the failed checks above first") for _, said in results)
+        assert re.search(golden.pattern("doctor.refused"), said)
+    assert golden.text("doctor.no_relay", port=port + 1) in results[0][1]
+    assert any(golden.text("doctor.same_release") in said for _, said in results)
+    assert all(said.endswith(golden.text("doctor.fix_first")) for _, said in results)
 
 
 def test_software_that_a_run_takes_is_no_failure(port, monkeypatch) -> None:
@@ -96,7 +97,7 @@ def test_software_that_a_run_takes_is_no_failure(port, monkeypatch) -> None:
         results = list(pool.map(lambda node: examine(node, 2, port), range(2)))
     for code, said in results:
         assert code == 0, said
-        assert re.search(r"warn  torch 2\.13\.\d on node1, 2\.13\.\d on node0; a run takes that", said)
+        assert re.search(golden.pattern("doctor.other_torch"), said)
 
 
 def test_a_check_that_fails_on_one_node_is_said_by_all(port, monkeypatch) -> None:
@@ -108,7 +109,7 @@ def test_a_check_that_fails_on_one_node_is_said_by_all(port, monkeypatch) -> Non
     with ThreadPoolExecutor(2) as pool:
         (code, said), (other, _) = pool.map(lambda node: examine(node, 2, port), range(2))
     assert code == other == 1
-    assert "FAIL  a check on node1 failed: its report says which" in said and "no longer answers" not in said
+    assert golden.text("doctor.node_failed") in said and "no longer answers" not in said
 
 
 @pytest.mark.alone
@@ -139,6 +140,6 @@ def test_nodes_behind_nat_are_timed_through_the_relay() -> None:
         outputs = [process.communicate(timeout=scaled(100))[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0, 0], outputs
     for said in outputs:
-        assert re.search(r"ok    node0 to node1: .*; node1 dials node0, and both directions use that", said)
-        assert re.search(r"ok    node1 to node2: .*; they exchange through the relay, port 27401 of node0", said)
-        assert re.search(r"ok    node1 to node2: \d+ Mbit/s", said)
+        assert re.search(golden.pattern("doctor.dialled"), said)
+        assert re.search(golden.pattern("doctor.relayed"), said)
+        assert re.search(golden.pattern("doctor.link_direct"), said)

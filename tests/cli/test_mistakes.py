@@ -4,6 +4,7 @@ import pytest
 from click.testing import CliRunner
 
 from lsgd.cli.commands import main
+from tests import golden
 
 SCRIPT = ("--", "python", "script.py")
 LAUNCH = ("launch", "--port", "0", "--device", "cpu")
@@ -61,4 +62,4 @@ def test_a_mistake_is_said_with_what_to_type(arguments, variables, said, tmp_pat
 @pytest.mark.parametrize(("text", "says"), [("x", "'x' is no number"), ("0", "'0' is no number")])
 def test_doctor_takes_the_size_of_a_model_as_estimate_does(text: str, says: str) -> None:
     done = CliRunner().invoke(main, ["doctor", "--parameters", text])
-    assert done.exit_code == 1 and f"{says} from 1 on: write it as 25000000, 100M or 1.5B" in done.output
+    assert done.exit_code == 1 and golden.text("mistakes.whole_number", says=says) in done.output

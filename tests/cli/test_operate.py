@@ -21,10 +21,12 @@ from lsgd.protocol.events import Event, RunProgress
 from lsgd.protocol.keys import KeyRing, parse_token, token_path
 from lsgd.protocol.sockets import new_key_pair
 from lsgd.run_folder import claimed, find_live
+from lsgd.server.reasons import Why
 from lsgd.settings import fields
 from lsgd.settings import shown as shown_value
 from lsgd.watch import terminal
 from lsgd.watch.view import RunView
+from tests import golden
 
 from ..integration.running import Cluster, until
 
@@ -46,9 +48,9 @@ def test_status_says_what_the_run_waits_for(lsgd):
     code, output = lsgd("status")
     assert code == 0
     state, iterations, run, period = output.splitlines()
-    assert state == "waiting: 0 of 2 workers have joined"
-    assert iterations == "0 of 100 iterations in 0.0s (0.0 a second)"
-    assert run.endswith(", local: 0 global and 0 local rounds, generation 0")
+    assert state == golden.text("operate.waiting")
+    assert iterations == golden.text("operate.progress_0")
+    assert run.endswith(golden.text("operate.rounds_0"))
     assert period == "period 8: as planned"
 
 
@@ -69,7 +71,7 @@ def test_healthy_is_a_server_that_answers(tmp_path):
         assert output.startswith("healthy: run ") and "is waiting, 0 iterations" in output
         server.send(signal.SIGSTOP)
         code, output = healthy()
-        assert code == 1 and f"no global server answers at {own.address} within 1 s" in output
+        assert code == 1 and golden.text("operate.no_answer", address=own.address) in output
         server.send(signal.SIGCONT)
         until(answers, "it answers again")
         server.send(signal.SIGKILL)
@@ -83,19 +85,21 @@ def test_the_run_is_found_by_its_folder(servers, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused = CliRunner().invoke(main, ["stop"])
     assert refused.exit_code == 1
-    assert "none of the runs that you launched is running in runs: name its folder (--run DIR), or" in refused.output
+    assert golden.text("operate.none_in_folder") in refused.output
     mine, other = Path("runs", "mine"), Path("runs", "other")
     with claimed(other, 0, "tcp://127.0.0.1:9"), claimed(mine, 0, servers.address):
         os.utime(other / "node0.lock", (1, 1))
         for arguments in ([], ["--run", "runs"], ["--run", str(mine)]):
             done = CliRunner().invoke(main, ["status", *arguments])
-            assert done.exit_code == 0 and f"the run in {mine}, at {servers.address}:" in done.stderr
+            assert (
+                done.exit_code == 0 and golden.text("operate.run_at", path=mine, address=servers.address) in done.stderr
+            )
             assert json.loads(CliRunner().invoke(main, ["status", "--json", *arguments]).stdout)["run"]
         monkeypatch.setattr(os, "getuid", lambda: 12345)  # somebody else's
         assert CliRunner().invoke(main, ["stop", "--run", str(mine)]).exit_code == 1
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    assert "failed: its launcher was killed" in CliRunner().invoke(main, ["status"]).stdout  # it has ended
+    assert golden.text("operate.launcher_killed") in CliRunner().invoke(main, ["status"]).stdout  # it has ended
     assert CliRunner().invoke(main, ["set", "period=8"]).exit_code == 1
 
 
@@ -118,8 +122,8 @@ def test_the_status_of_a_run_that_has_ended_is_its_end(tmp_path, monkeypatch):
     (folder / "result.json").write_text(json.dumps(result))
     for arguments in ([], ["--watch"], ["--run", str(folder)]):
         done = CliRunner().invoke(main, ["status", *arguments])
-        assert done.exit_code == 0 and f"the run in {folder} has ended:" in done.stderr
-        assert "finished: all 900 iterations are done\n900 of 900 iterations in 9.0s" in done.stdout
+        assert done.exit_code == 0 and golden.text("operate.has_ended", path=folder) in done.stderr
+        assert golden.text("operate.finished_900") in done.stdout
     assert json.loads(CliRunner().invoke(main, ["status", "--json"]).stdout)["reason"] == result["reason"]
     monkeypatch.setattr("lsgd.watch.reader.ANSWER_WITHIN_S", 0.2)
     with claimed(folder, 0, "tcp://127.0.0.1:9"):  # its launcher waits until the store has all
@@ -129,9 +133,9 @@ def test_the_status_of_a_run_that_has_ended_is_its_end(tmp_path, monkeypatch):
         assert "finished: all 900" in CliRunner().invoke(main, ["status"]).stdout
         assert "finished" in CliRunner().invoke(main, ["runs"]).stdout
         assert CliRunner().invoke(main, ["status", "--healthy"]).exit_code == 1
-        assert "none of the runs that you launched is running" in CliRunner().invoke(main, ["stop"]).output
+        assert golden.text("operate.none_running") in CliRunner().invoke(main, ["stop"]).output
     refused = CliRunner().invoke(main, ["status", "--healthy"])
-    assert refused.exit_code == 1 and "none of the runs that you launched is running" in refused.output
+    assert refused.exit_code == 1 and golden.text("operate.none_running") in refused.output
     assert CliRunner().invoke(main, ["stop"]).exit_code == 1
 
 
@@ -175,23 +179,23 @@ def test_the_table_of_members():
     console = Console(width=80, file=io.StringIO())
     console.print(terminal.view(RunView(status)))
     lines = console.file.getvalue().splitlines()
-    assert lines[:2] == ["running: why", "24 iterations in 2.0s (12.0 a second)"]
-    assert lines[2] == "run r, leader: 1 global and 2 local rounds, generation 1"
-    assert lines[3] == "period 24: a round takes 1.2 s, a step 0.05 s"
+    assert lines[:2] == ["running: why", golden.text("operate.progress_24")]
+    assert lines[2] == golden.text("operate.rounds_3")
+    assert lines[3] == Why.PERIOD(period=24, delay="", reason=Why.MEASURED(round_s=1.2, step_s=0.05))
     assert lines[5].split() == ["node0/worker0", "0", "live", "12", "0.1235", "3", "0.0", "s"]
     assert lines[6].split() == ["node0/worker1", "-", "left", "12", "-", "3", "0.0", "s"]
     members = [each | {"times_leader": 0} for each in (member, away)]  # as without leaders
     console.print(terminal.view(RunView(status | {"algorithm": "local", "delay": 6, "members": members})))
     lines = console.file.getvalue().splitlines()
     assert lines[-2].split() == ["node0/worker0", "0", "live", "12", "0.1235", "0.0", "s"]
-    assert "period 24 with a delay of 6: a round takes 1.2 s, a step 0.05 s" in lines
+    assert Why.PERIOD(period=24, delay=" with a delay of 6", reason=Why.MEASURED(round_s=1.2, step_s=0.05)) in lines
     console.print(terminal.view(RunView(status | {"count": 20_024})))  # resumed
-    assert "20024 iterations in 2.0s (12.0 a second)" in console.file.getvalue()
+    assert golden.text("operate.progress_20024") in console.file.getvalue()
     still = RunView(status)
     for second in (3.0, 4.0):
         still.fold(Event(1, second, RunProgress(replace(still.now, seconds=second), ())))
     console.print(terminal.view(still))
-    assert "24 iterations in 4.0s (0.0 a second)" in console.file.getvalue()
+    assert golden.text("operate.progress_still") in console.file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -224,10 +228,10 @@ def test_a_change(lsgd):
 
 def test_several_changes_are_all_made_or_none(lsgd):
     code, output = lsgd("set", "period=4", "iterations=90", "outer_momentum=2")
-    assert code == 1 and "outer_momentum = '2' is not in 0 … 1" in output
+    assert code == 1 and golden.text("operate.momentum_range") in output
     assert json.loads(lsgd("status", "--json")[1])["iterations"] == 100
     code, output = lsgd("set", "period=4", "iterations=90")
-    assert code == 0 and "period = 4, iterations = 90, after 0 iterations" in output
+    assert code == 0 and golden.text("operate.set_two") in output
     assert json.loads(lsgd("status", "--json")[1])["iterations"] == 90
     assert lsgd("set", "iterations=100")[0] == 0
 
@@ -238,8 +242,8 @@ def test_stop_before_the_start_ends_the_servers(tmp_path):
         server = cluster.start_global("--workers", "2")
         done = CliRunner().invoke(main, ["stop", "--connect", cluster.address, "--reason", "not today"])
         assert done.exit_code == 0, done.output
-        assert "is stopping after 0 iterations" in done.output
-        assert "the run is over: not today" in server.succeeds()
+        assert golden.text("operate.stopping") in done.output
+        assert Why.ENDED(reason="not today") in server.succeeds()
     finally:
         cluster.close()
 
@@ -250,7 +254,7 @@ def test_without_a_server_each_says_so(lsgd, monkeypatch, name):
     arguments = ["outer_lr=1"] if name == "set" else []
     code, output = lsgd(name, *arguments, connect="tcp://127.0.0.1:9")
     assert code == 1
-    assert output.startswith("Error: no global server answers at tcp://127.0.0.1:9 within 0.2 s; give its")
+    assert output.startswith(golden.text("operate.no_answer_yet"))
 
 
 def test_all_algorithms_with_their_bytes():
@@ -263,7 +267,7 @@ def test_all_algorithms_with_their_bytes():
     assert megabytes["qsgd"] == pytest.approx(1 + 8 / 2048, abs=1e-3)
     assert megabytes["diloco"] == pytest.approx(4 / 64, abs=1e-3)
     assert megabytes["local"] == pytest.approx(1 / 4 + 2 / 64, abs=1e-3)
-    assert " ".join(lines["local"]).endswith("(MB of one exchange: its period is auto)")
+    assert " ".join(lines["local"]).endswith(golden.text("operate.auto_period"))
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -280,7 +284,7 @@ def test_one_algorithm_with_its_settings(name):
 def test_an_algorithm_that_is_none():
     done = CliRunner().invoke(main, ["algorithms", "qsdg"])
     assert done.exit_code == 2
-    assert "algorithm 'qsdg' is unknown; did you mean 'qsgd'?" in done.output
+    assert golden.text("operate.unknown_algorithm") in done.output
 
 
 def test_keygen_makes_a_token_for_each_node_and_tells_where(tmp_path):
@@ -310,13 +314,13 @@ def test_keygen_names_no_token_that_the_ring_of_a_node_that_took_over_lacks(tmp_
 def test_a_command_takes_a_token_and_says_when_it_needs_one(tmp_path, monkeypatch):
     monkeypatch.setenv("LSGD_KEYS", str(tmp_path / "keys"))
     needs = CliRunner().invoke(main, ["status", "--connect", "tcp://192.0.2.1:1"])
-    assert needs.exit_code == 1 and "a token is needed" in needs.output
+    assert needs.exit_code == 1 and golden.text("operate.token_needed") in needs.output
     ring = KeyRing.make(tmp_path / "keys", ["operator"])
     cluster = Cluster(tmp_path)
     try:
         cluster.start_global("--keys", str(ring.folder))
         token = str(token_path("operator", ring.folder))
         done = CliRunner().invoke(main, ["stop", "--connect", cluster.address, "--token", token])
-        assert done.exit_code == 0 and "is stopping after 0 iterations: lsgd stop" in done.output
+        assert done.exit_code == 0 and golden.text("operate.stopping_by") in done.output
     finally:
         cluster.close()

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from lsgd import stacks
 from lsgd.cli.commands import main
+from tests import golden
 
 HANGS = """
 import os, sys, threading
@@ -48,7 +49,7 @@ def test_it_shows_the_line_at_which_a_worker_hangs(hanging, tmp_path) -> None:
         output = said("--run", str(tmp_path / "run"))
         assert f"worker1, process {hanging.pid}, for " in output and "in waits_for_a_batch" in output
         assert output.count("\nThread 0x") == output.count("\nCurrent thread") == 1 and "in _read" not in output
-        assert output.count(", process ") == 1 and "and 1 of lsgd's own (--all" in output
+        assert output.count(", process ") == 1 and golden.text("stacks.own_threads") in output
         assert "in _read" in said("--run", str(tmp_path / "run"), "--all")
     assert hanging.poll() is None
 
@@ -56,13 +57,13 @@ def test_it_shows_the_line_at_which_a_worker_hangs(hanging, tmp_path) -> None:
 def test_one_that_is_stopped_does_not_answer(hanging, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(stacks, "ANSWER_WITHIN_S", 0.1)
     os.kill(hanging.pid, signal.SIGSTOP)
-    assert "does not answer: it is stopped" in said("--run", str(tmp_path / "run"))
+    assert golden.text("stacks.stopped_process") in said("--run", str(tmp_path / "run"))
     os.kill(hanging.pid, signal.SIGCONT)
 
 
 def test_without_a_run_it_says_where_to_look(tmp_path) -> None:
     output = said("--run", str(tmp_path))
-    assert f"no process of a run in {tmp_path} is running; lsgd runs lists the runs" in output
+    assert golden.text("stacks.no_process", path=tmp_path) in output
 
 
 def test_a_program_with_a_use_of_its_own_for_the_signal_keeps_it(tmp_path) -> None:

@@ -13,6 +13,7 @@ from lsgd.errors import LsgdError
 from lsgd.plan.run import RunSettings
 from lsgd.protocol import wants
 from lsgd.protocol.messages import Generation, Go, Met, Request, Round
+from tests import golden
 
 ROUND = Round(7, Generation.of(1, [(0, 0)], "tcp"), "global", 0, (0,), 0, (), 0, False)
 
@@ -79,5 +80,5 @@ def test_after_a_call_requests_are_as_before_and_the_next_call_has_a_higher_numb
 def test_processes_that_average_different_numbers_are_an_error() -> None:
     bench = Bench({"other": 3.0})
     call = bench.grants.call({"val": 1.0}, aside=False)
-    with pytest.raises(LsgdError, match="numbers of different names"):
+    with pytest.raises(LsgdError, match=golden.pattern("calls.other_names")):
         bench.next(call)

@@ -34,6 +34,7 @@ from lsgd.protocol.messages import (
     encode,
 )
 from lsgd.protocol.sockets import Listener, wait_for
+from tests import golden
 
 from ..integration.running import until
 
@@ -124,7 +125,7 @@ def test_a_question_is_sent_again_until_its_own_answer_comes(world) -> None:
 
 def test_an_end_of_the_run_is_no_refusal(world) -> None:
     world.at(0.5, Over("lsgd stop"), Refused("too late"))
-    with pytest.raises(RunOverError, match=r"^the run is over: lsgd stop$") as raised:
+    with pytest.raises(RunOverError, match=golden.pattern("channel.run_over")) as raised:
         world.ask()
     assert isinstance(raised.value, JoinError)
     assert raised.value.code == 69, "a script that does not handle it ends with a code of its own, without a traceback"
@@ -132,7 +133,7 @@ def test_an_end_of_the_run_is_no_refusal(world) -> None:
 
 def test_a_wait_ends_when_the_local_server_says_that_no_answer_will_come(world) -> None:
     world.at(1.0, Waiting(1, "for others"), GivenUp())
-    with pytest.raises(ServerLostError, match="and its servers have ended or were given up"):
+    with pytest.raises(ServerLostError, match=golden.pattern("channel.servers_given_up")):
         world.ask()
 
 
@@ -152,7 +153,7 @@ def test_what_was_expected_is_kept_until_it_is_asked_for(world) -> None:
 
 
 def test_silence_ends_a_wait_with_the_line_to_type(world) -> None:
-    with pytest.raises(ServerLostError, match=r"waits for 20 s, .*silent for 20 s; .*lsgd-server --local --listen ipc"):
+    with pytest.raises(ServerLostError, match=golden.pattern("channel.join_timeout")):
         world.ask()
     assert 20 < world.seconds < 21
 
@@ -173,7 +174,7 @@ def test_waiting_is_no_silence_but_it_is_said_who_is_silent(world, caplog) -> No
         world.at(seconds, Waiting(1, "the next round waits for node1/worker3"))
     world.at(100.0, go(1))
     assert world.ask() == go(1)
-    assert "waits for 10 s: the local server at ipc:///s has been silent for 9 s" in caplog.messages
+    assert golden.text("channel.silent_server") in caplog.messages
 
 
 def test_the_reason_to_wait_is_said_ever_more_rarely_while_the_local_server_repeats_it(world, caplog) -> None:
@@ -208,7 +209,7 @@ def test_a_wait_with_rounds_in_it_says_for_whom(caplog) -> None:
     assert world.seconds > 25.0
     said = [text for text in caplog.messages if text.startswith("waits for ")]
     assert len(said) >= 2
-    assert all(re.fullmatch(r"waits for \d+ s: it waits for node1/worker0 in mean\(\)", text) for text in said)
+    assert all(re.fullmatch(golden.pattern("channel.waits_for_mean"), text) for text in said)
 
 
 def test_what_an_earlier_question_waited_for_is_no_reason(world, caplog) -> None:
@@ -217,7 +218,7 @@ def test_what_an_earlier_question_waited_for_is_no_reason(world, caplog) -> None
     world.at(world.seconds + SAY_EVERY_S - 1, GenerationOver(4, "node1/worker0 left"))
     world.at(world.seconds + SAY_EVERY_S + 1, go(2))
     assert world.ask(2) == go(2)
-    assert caplog.messages[-1] == f"waits for {SAY_EVERY_S:g} s: no word yet"
+    assert caplog.messages[-1] == golden.text("channel.no_word", seconds=f"{SAY_EVERY_S:g}")
 
 
 @pytest.mark.parametrize("silence_s", [None, 5.0])
@@ -242,7 +243,7 @@ def test_a_global_server_that_is_heard_again_in_time_ends_no_wait(world) -> None
 
 def test_a_deadline_ends_a_wait_with_what_it_waited_for(world) -> None:
     world.at(1.0, Waiting(1, "2 of 3 workers have joined"))
-    with pytest.raises(ExchangeError, match=r"waits for 3\.5 s: 2 of 3 workers have joined"):
+    with pytest.raises(ExchangeError, match=golden.pattern("channel.waits_for_workers")):
         world.ask(timeout_s=3.5)
     assert 3.5 < world.seconds < 4
 
@@ -258,7 +259,7 @@ def test_the_end_of_a_generation_ends_only_what_is_of_it(world) -> None:
     world.at(1.0, GenerationOver(4, "node1/worker0 left"))
     world.at(2.0, go(2))
     assert world.ask(2, generation=5) == go(2)
-    with pytest.raises(ExchangeError, match="generation 4 is over: node1/worker0 left"):
+    with pytest.raises(ExchangeError, match=golden.pattern("channel.generation_over")):
         world.ask(1, generation=4)
     assert world.channel.generation_over(4) == "node1/worker0 left"
     assert world.channel.generation_over(5) == ""
@@ -281,7 +282,7 @@ def test_a_message_that_is_none_is_dropped(world, caplog) -> None:
     world.at(0.5, b"junk", go(1))
     with caplog.at_level(logging.WARNING, logger="lsgd"):
         assert world.ask() == go(1)
-    assert "invalid message from the local server" in caplog.text
+    assert golden.text("channel.invalid_message") in caplog.text
 
 
 def test_a_heartbeat_comes_every_second_also_between_questions(world) -> None:

@@ -32,6 +32,7 @@ from lsgd.errors import ConfigError
 from lsgd.flat import FlatParameters, describe
 from lsgd.protocol.messages import Origin
 from lsgd.run_folder import CHECKPOINTS, checkpoint_path, claimed, counts, find_run, is_live, is_unfinished, runs
+from tests import golden
 
 WORKER = "node0/worker1"
 RUN = "5e55"
@@ -127,7 +128,7 @@ def test_only_a_class_that_the_script_has_imported_is_made(tmp_path: Path, monke
     path = write(tmp_path, RUN, 7, WORKER, pack([quantized()]), ABOUT)
     for module, kind in ((__name__, None), (__name__, os.system)):
         monkeypatch.setattr(sys.modules[module], "Quantized", kind)
-        with pytest.raises(ConfigError, match=f"{path} cannot be used: it has a Quantized of {module}: import"):
+        with pytest.raises(ConfigError, match=golden.pattern("checkpoints.quantized", path=path, module=module)):
             read(path, "m", "")
 
 
@@ -198,7 +199,7 @@ def test_a_write_that_fails_in_the_middle_leaves_what_was_there(tmp_path: Path, 
         snapshot = checkpoints.take(count, algorithm, [], count)
         with disk_of(1000):
             assert checkpoints.save(snapshot) is None
-    assert f"the checkpoint of 6 iterations cannot be written to {tmp_path}: " in caplog.text
+    assert golden.text("checkpoints.not_written", path=tmp_path) in caplog.text
     assert path.read_bytes() == before
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path]
     assert checkpoints.save(None) is None
@@ -225,10 +226,10 @@ def test_what_a_killed_process_left_half_written_is_deleted(tmp_path: Path) -> N
 def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     packed = pack({"a": torch.zeros(100)})
     path = write(tmp_path, RUN, 1, WORKER, packed, ABOUT)
-    with pytest.raises(ConfigError, match=f"{path} is of another model: 2 tensors, and this is 3 tensors"):
+    with pytest.raises(ConfigError, match=golden.pattern("checkpoints.other_model", path=path)):
         read(path, "other", "3 tensors")
     write(tmp_path, RUN, 1, WORKER, packed, {**ABOUT, "lsgd": "3"})
-    with pytest.raises(ConfigError, match=f"{path} has format 3, this lsgd reads 2"):
+    with pytest.raises(ConfigError, match=golden.pattern("checkpoints.other_format", path=path)):
         read(path, "m", "")
     write(tmp_path, RUN, 1, WORKER, Packed(packed.tensors, "{"), ABOUT)
     with pytest.raises(DamagedError, match=f"{path} cannot be read"):
@@ -246,7 +247,7 @@ def test_files_of_an_earlier_lsgd_are_refused_in_words(tmp_path: Path) -> None:
     path.parent.mkdir()
     save_file({"model/weight": torch.zeros(2, 3)}, path, {"lsgd": "1", "model": describe(model)[0], "state": "{}"})
     assert runs(tmp_path) == [""]
-    with pytest.raises(ConfigError, match=f"{path} has format 1, this lsgd reads 2; continue with the lsgd that wrote"):
+    with pytest.raises(ConfigError, match=golden.pattern("checkpoints.older_format", path=path)):
         resumed(tmp_path, model)
 
 
@@ -330,7 +331,10 @@ def test_the_state_of_an_algorithm_that_is_unknown_here_is_left_and_the_model_ta
     monkeypatch.setattr(ALGORITHMS, "classes", others)  # one that is taken out comes back as the last one
     assert resumed(tmp_path, other, torch.optim.SGD(other.parameters(), lr=0.1)) == (5, RUN)
     assert torch.equal(other.weight, model.weight)
-    assert "algorithm 'leader' is unknown" in caplog.text and "its algorithm's state is not used" in caplog.text
+    assert (
+        golden.text("checkpoints.unknown_algorithm") in caplog.text
+        and golden.text("checkpoints.state_not_used") in caplog.text
+    )
 
 
 def test_what_cannot_be_divided_among_other_processes_is_refused_in_words(tmp_path: Path) -> None:
@@ -346,7 +350,7 @@ def test_what_cannot_be_divided_among_other_processes_is_refused_in_words(tmp_pa
     with pytest.raises(ConfigError, match=refused):
         resumed(tmp_path, model, optimizer)
     before = write(tmp_path, "earlier", 9, f"{WORKER}.0-of-2", pack({}), ABOUT)
-    with pytest.raises(ConfigError, match=f"{before} is of an earlier lsgd, and only for .*--processes-per-worker"):
+    with pytest.raises(ConfigError, match=golden.pattern("checkpoints.earlier_layout", before=before)):
         resumed(tmp_path, model, optimizer)
 
 
@@ -409,12 +413,13 @@ def test_a_model_that_is_not_finite_is_not_saved_and_the_last_one_that_is_stays(
         values.copy_(good)
         values[:2] = value
         assert (checkpoints.save(checkpoints.take(count, algorithm, [], count)) is None) == (value != 1.0)
-    assert f"2 values (NaN or infinite) in {tensor}; lower" in str(checkpoints.non_finite_error())
+    assert golden.text("checkpoints.nonfinite", tensor=tensor) in str(checkpoints.non_finite_error())
     assert counts(tmp_path, RUN, WORKER) == [1, 4]
     said = [message for message in caplog.messages if "is not finite" in message]
     assert said == [
-        f"no checkpoint of {count} iterations is written: the model is not finite: 2 values (NaN or infinite) in "
-        f"{tensor}; {checkpoint_path(tmp_path, RUN, last, WORKER)} stays the last one"
+        golden.text(
+            "checkpoints.none_written", count=count, tensor=tensor, newest=checkpoint_path(tmp_path, RUN, last, WORKER)
+        )
         for count, last in ((2, 1), (5, 4))
     ]
 
@@ -478,18 +483,18 @@ def test_an_average_of_the_model_and_a_scale_come_back(tmp_path: Path) -> None:
 def test_other_optimizers_and_extras_are_named(tmp_path: Path, caplog) -> None:
     model = nn.Linear(3, 2)
     saved(tmp_path, model, ema=model)
-    with pytest.raises(ConfigError, match="has the state of 1 optimizers, and this worker has 0"):
+    with pytest.raises(ConfigError, match=golden.pattern("checkpoints.optimizers_count")):
         resumed(tmp_path, model)
-    with pytest.raises(ConfigError, match=r"does not fit the optimizer SGD: .*parameter group"):
+    with pytest.raises(ConfigError, match=golden.pattern("checkpoints.unfit_optimizer")):
         resumed(tmp_path, model, torch.optim.SGD([model.weight], lr=0.1))
-    with pytest.raises(ConfigError, match=r"has the state of the optimizer SGD, and this worker's is Adam; join"):
+    with pytest.raises(ConfigError, match=golden.pattern("checkpoints.other_optimizer")):
         resumed(tmp_path, model, torch.optim.Adam(model.parameters()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ema = nn.Linear(3, 2)
     assert resumed(tmp_path, model, optimizer, ema=ema, other=ema) == (5, RUN)
     assert torch.equal(ema.weight, model.weight)
-    assert "has no extra 'other'" in caplog.text
-    with pytest.raises(ConfigError, match=r"extra\['x'\] is a int, without state_dict"):
+    assert golden.text("checkpoints.no_extra") in caplog.text
+    with pytest.raises(ConfigError, match=golden.pattern("checkpoints.extra_without_state_dict")):
         Checkpoints(model, [], {"x": 1}, None, None, Island())  # type: ignore[dict-item]
 
 
@@ -501,7 +506,7 @@ def test_another_optimizer_of_the_same_name_is_refused_in_words(tmp_path: Path) 
     checkpoints = started(model, tmp_path, momentum)
     checkpoints.save(checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [0.5], 3))
     other = type("SGD", (torch.optim.Adam,), {})(model.parameters())
-    with pytest.raises(ConfigError, match=r"its state has no 'step'; join with the optimizer that it was"):
+    with pytest.raises(ConfigError, match=golden.pattern("checkpoints.no_step")):
         resumed(tmp_path, model, other)
 
 
@@ -524,14 +529,14 @@ def test_a_name_that_is_too_long_is_an_error_in_words(tmp_path: Path) -> None:
     folder = tmp_path / ("long" * 100)
     assert runs(folder / CHECKPOINTS) == [] and not is_unfinished(folder)
     with (
-        pytest.raises(ConfigError, match="cannot be made or written: File name too long"),
+        pytest.raises(ConfigError, match=golden.pattern("checkpoints.name_too_long")),
         claimed(folder, 0, "ipc://"),
     ):
         pass
 
 
 def test_the_newest_run_with_checkpoints_is_found(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"nothing to resume: no checkpoint of node 0 lies in {tmp_path}"):
+    with pytest.raises(ConfigError, match=golden.pattern("checkpoints.nothing_to_resume", path=tmp_path)):
         find_run(tmp_path, 0)
     packed = pack({"a": torch.ones(1)})
     for time_s, run in enumerate(("b", "a")):
@@ -567,9 +572,9 @@ def test_a_loader_goes_on_where_it_was_if_the_shards_are_the_same(tmp_path: Path
     assert next(iter(after(40, (1, 2))))[0].tolist() == third
     assert not caplog.messages
     assert after(40, (1, 3)).state_dict() == {"epoch": 1, "consumed": 0, "seed": 0}
-    assert "the data is dealt again, beginning with epoch 1" in caplog.text
+    assert golden.text("checkpoints.dealt_again") in caplog.text
     assert after(44, (1, 2)).state_dict() == {"epoch": 0, "consumed": 0, "seed": 0}
-    assert "a loader is for other data than that of the checkpoint" in caplog.text
+    assert golden.text("checkpoints.other_data") in caplog.text
 
 
 def test_loaders_that_are_made_anew_in_each_epoch_find_their_own_places(tmp_path: Path, caplog) -> None:
@@ -642,10 +647,10 @@ def test_a_state_that_no_file_can_hold_is_a_warning(tmp_path: Path, caplog) -> N
     optimizer.param_groups[0]["why"] = object()
     checkpoints = started(model, tmp_path, optimizer)
     assert checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3) is None
-    assert "no checkpoint is written: optimizers/0/param_groups/0/why is a object" in caplog.text
+    assert golden.text("checkpoints.object_in_state") in caplog.text
     optimizer.state_dict = lambda: torch.ones(2).dequantize().missing
     assert checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3) is None
-    assert "optimizers/0 is a SGD, whose state_dict() has failed (AttributeError: " in caplog.text
+    assert golden.text("checkpoints.state_dict_failed") in caplog.text
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.weight]["momentum_buffer"] = quantized()
     assert started(model, tmp_path, optimizer).take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3)

@@ -17,6 +17,7 @@ from lsgd.client.data.randomness import common
 from lsgd.client.data.samplers import ROWS_BY_HAND, EveryNth, WholeBatches, WithinPart, runs_of, shard_of
 from lsgd.client.data.shards import ShardLoader, ShardSampler
 from lsgd.errors import ConfigError
+from tests import golden
 
 from ..samplers import Turning
 
@@ -386,7 +387,7 @@ def test_what_neither_way_divides_is_refused_with_the_lines_that_do_it(sampler, 
 
 
 def test_too_few_batches_for_the_workers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="a Chunks draws fewer batches than there are workers"):
+    with pytest.raises(ConfigError, match=golden.pattern("data.fewer_batches")):
         shard_of(DataLoader(Rows(8), batch_sampler=Chunks(8, 4, "torch", 0)), lambda: (2, 3))
 
 

@@ -30,6 +30,7 @@ from lsgd.client.data.trainers import TrainerData
 from lsgd.protocol.messages import Dealt, Join
 from lsgd.server.data import DataBook
 from lsgd.server.roster import Member
+from tests import golden
 
 from .test_dealing import ByLabel, Chunks, Repeats, Rows, Secret, seed_all
 
@@ -116,7 +117,7 @@ def test_what_workers_deal_otherwise_is_found(mistake) -> None:
     for rank in range(2):
         servers.join(rank, shard_of(make(rank), lambda rank=rank: (rank, 2)))
     (wrong,) = servers.wrong
-    assert wrong.startswith("node0/worker1 and node0/worker0 divide other data at here") and words in wrong
+    assert wrong.startswith(golden.text("data.divided_here")) and words in wrong
 
 
 def test_what_a_script_changes_later_is_found_in_the_pass_where_it_counts() -> None:
@@ -129,7 +130,7 @@ def test_what_a_script_changes_later_is_found_in_the_pass_where_it_counts() -> N
         assert [list(each) for each in loaders] and not servers.wrong
     loaders[1].passes._sampler.weights[:12] = 50.0
     assert [list(each) for each in loaders]
-    assert len(servers.wrong) == 1 and "another order of pass 2" in servers.wrong[0]
+    assert len(servers.wrong) == 1 and golden.text("data.order_of_pass_2") in servers.wrong[0]
 
 
 kinds = st.sampled_from(["shuffle", "in order", "some", "weights", "chunks", "labels", "repeats", "groups", "secret"])
@@ -210,7 +211,7 @@ def test_each_loader_of_a_trainer_is_compared(differs) -> None:
             for loader in loaders:
                 list(loader)
     assert bool(servers.wrong) == differs
-    assert not differs or "divide other data at the training data of loader 1 (another order)" in servers.wrong[0]
+    assert not differs or golden.text("data.order_of_loader_1") in servers.wrong[0]
 
 
 def test_rows_are_told_apart_as_far_as_they_show() -> None:

@@ -37,6 +37,7 @@ from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Completed, Generation, Round, Stop
 from lsgd.run_folder import checkpoint_path, counts
 from lsgd.scattered import Scattered
+from tests import golden
 
 from ..integration.running import until
 from ..speed import scaled
@@ -140,7 +141,7 @@ def test_a_state_that_nobody_can_take_over_is_an_error_in_words(switchboard) -> 
     replica.take_states([replica.optimizer_bytes()])
     assert type(optimizer.param_groups[0]["lr"]) is float
     optimizer.param_groups[0]["since"] = date(2026, 1, 1)
-    with pytest.raises(LsgdError, match="neither a tensor nor a number, so another worker cannot take it over"):
+    with pytest.raises(LsgdError, match=golden.pattern("exchange.not_takeable")):
         replica.take_states([replica.optimizer_bytes()])
 
 
@@ -149,7 +150,7 @@ def test_the_state_of_other_optimizers_is_refused_in_words(switchboard) -> None:
     members = Members(switchboard, 2)
     one, other = members.replicas
     other.optimizers[0].add_param_group({"params": list(members.models[1].wide.parameters())})
-    with pytest.raises(LsgdError, match="whose state it takes over: loaded state dict has a different number of param"):
+    with pytest.raises(LsgdError, match=golden.pattern("exchange.unfit_state")):
         one.take_states([other.optimizer_bytes()])
 
 
@@ -358,7 +359,7 @@ def test_a_leader_that_is_not_finite_gives_nobody_its_model_or_buffers(switchboa
     members.run(members.round(2, leader=1, final=True))
     if len(broken) < 3:
         assert members.values("norm.running_var") == [2.0] * 3
-        assert "the model of the leader, rank 1, does not count: the average replaces it" in caplog.messages
+        assert golden.text("exchange.nonfinite_leader") in caplog.messages
     assert same(*[[r.finite.buffers()[0].nan_to_num(-1.0)] for r in members.replicas])
 
 
@@ -401,7 +402,7 @@ def test_a_model_that_is_not_finite_is_left_out_of_the_consensus(switchboard, ca
     assert not members.optimizers[1].state[weight]["momentum_buffer"].any()
     assert members.values("linear.weight") == [2.0] * 3
     assert members.values("low.weight") == [2.0] * 3
-    assert "this worker's model is non-finite: the average leaves it out" in caplog.messages
+    assert golden.text("exchange.nonfinite_left_out") in caplog.messages
 
 
 def test_a_newcomer_does_not_weigh_in_the_consensus(switchboard) -> None:
@@ -440,10 +441,7 @@ def test_the_log_says_what_who_comes_back_loses_without_a_common_model(switchboa
     for rounds in members.rounds:
         rounds.grants.done = 5
     members.run(members.round(2, number=2, new=(1,)))
-    assert [m for m in caplog.messages if "are lost" in m] == [
-        "node0/worker1 has missed a round, and comes back with another worker's model: leader has no place for the 5 "
-        "iterations that it has made since round 1, so they are lost, and do not count"
-    ]
+    assert [m for m in caplog.messages if "are lost" in m] == [golden.text("exchange.missed_round")]
 
 
 def test_who_comes_back_to_the_last_round_counts_in_the_consensus(switchboard) -> None:
@@ -537,7 +535,7 @@ def test_a_newcomer_saves_nothing_before_it_has_the_model(switchboard, slow, tmp
     members = begin_with_a_late_one(switchboard, LocalSettings(period=4), checkpoint=True, folder=tmp_path)
     assert counts(tmp_path, "run", "node0/worker1") == [5]
     assert counts(tmp_path, "run", "node0/worker2") == []
-    assert "it lacks parts of the run's model" in members.rounds[2]._keep()
+    assert golden.text("exchange.lacks_parts") in members.rounds[2]._keep()
 
 
 def test_the_last_round_waits_for_a_newcomer(switchboard, slow) -> None:
@@ -822,7 +820,7 @@ def test_a_state_that_nobody_can_send_stays_with_its_worker(switchboard, caplog)
         checkpoints.follow_extra(counter)
         checkpoints.follow_extra(counter)  # once more
     assert members.run(members.round(new=(1,))) == [None] * 2
-    assert counters[1].seen == 3 and "newcomers do not take over 'Counter 0': " in caplog.text
+    assert counters[1].seen == 3 and golden.text("exchange.not_taken_over") in caplog.text
 
 
 def test_a_failed_round_changes_nothing_and_the_next_generation_goes_on(switchboard) -> None:
@@ -854,7 +852,7 @@ def test_a_round_of_a_generation_that_is_over_is_not_begun(switchboard) -> None:
         return [channel.generation_over(1) for channel in members.channels]
 
     until(lambda: all(told()), "the members hear of it")
-    assert [str(error) for error in members.run(members.round(2))] == ["generation 1 is over: node0/worker1 left"] * 2
+    assert [str(error) for error in members.run(members.round(2))] == [golden.text("exchange.generation_over")] * 2
 
 
 def test_the_bytes_of_a_round_are_counted(switchboard) -> None:
@@ -1066,11 +1064,11 @@ def test_a_script_may_choose_where_its_new_tensors_are(switchboard, tmp_path) ->
 def test_without_a_global_round_there_is_nothing_to_save(switchboard, tmp_path) -> None:
     members = Members(switchboard, 1, folder=tmp_path)
     rounds = members.rounds[0]
-    with pytest.raises(ServerLostError, match=r"nobody there\nits state is not saved, because no global round came"):
+    with pytest.raises(ServerLostError, match=golden.pattern("exchange.state_not_saved")):
         with rounds.saving():
             raise ServerLostError("nobody there")
     rounds.carry_out(members.round(count=5))
-    with pytest.raises(ServerLostError, match=r"nobody there\nits state is saved in \S+; when the servers"):
+    with pytest.raises(ServerLostError, match=golden.pattern("exchange.state_saved")):
         with rounds.saving():
             raise ServerLostError("nobody there")
     with pytest.raises(EvictedError, match=r"^late$"), rounds.saving():

@@ -20,6 +20,7 @@ from lsgd.errors import ExchangeError
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Round
+from tests import golden
 
 from .bench import Switchboard, generation, together
 from .meshes import Clock, all_at_once, members
@@ -153,7 +154,7 @@ def test_a_chunk_that_is_not_what_was_announced_is_refused_and_nothing_changes()
     models = [[tensor(1)], [tensor(2)]]
     results, _ = run(order(1, 1, new=(1,)), models, [[], []], lying(0, 1, b"x" * 16))
     assert isinstance(results[1], ExchangeError)
-    assert "node0/worker0 has sent other bytes of the model than announced" in str(results[1])
+    assert golden.text("handover.other_bytes") in str(results[1])
     assert isinstance(results[0], ExchangeError)
     assert torch.equal(models[1][0], tensor(2))
 
@@ -162,7 +163,7 @@ def test_who_says_to_have_a_chunk_that_it_does_not_have_is_found_by_the_digest_o
     models = [[tensor(1)], [tensor(2)]]
     right = digests_of(chunks_of([tensor(1)]))
     results, _ = run(order(1, 1, new=(1,)), models, [[], []], lying(1, 2, right[2]))
-    assert all("other bytes than node0/worker0 after taking over" in str(result) for result in results)
+    assert all(golden.text("handover.other_bytes_after") in str(result) for result in results)
     assert torch.equal(models[1][0], tensor(2))
 
 
@@ -306,7 +307,7 @@ def test_its_progress_is_told_with_bytes_rate_and_time_left(monkeypatch) -> None
         assert not handed.progress()
 
     assert run(order(1, 1, new=(1,)), [[tensor(0)], [tensor(1)]], [[], []], work)[0] == [None, None]
-    assert any("1.0 of 3.1 MB with node0/worker0 at " in text and "s left" in text for text in said)
+    assert any(golden.text("handover.progress") in text and "s left" in text for text in said)
 
 
 def test_how_fast_it_goes_beside_the_training_is_told_with_figures(caplog, monkeypatch) -> None:
@@ -317,13 +318,11 @@ def test_how_fast_it_goes_beside_the_training_is_told_with_figures(caplog, monke
     handed.nbytes_per_s = 1e6 / 8
     with caplog.at_level("INFO", "lsgd"):
         followed = Following(handed, own, {1: range(len(own.chunks))}, pause_s=2.0)
-    assert (
-        "node1/worker0 takes 31.5 MB of the model from node0/worker0 while the others train, in about 252 s or more"
-    ) in caplog.messages
+    assert (golden.text("handover.takes_model")) in caplog.messages
     clock.now += 40.0  # the time of a round, an exchange and 10 s of training
     followed._note(1, 8.4)
     followed._plan(10.0)
-    assert followed.progress() == "1.0 of 31.5 MB with node1/worker0 at 0.25 Mbit/s, about 974 s left"
+    assert followed.progress() == golden.text("handover.slow_progress")
     for group in groups:
         group.close()
 

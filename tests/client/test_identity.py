@@ -10,6 +10,7 @@ import torch
 from lsgd import __version__
 from lsgd.client.control.identity import device, ends_others, gpu_name, identify, versions
 from lsgd.errors import ConfigError, RunOverError
+from tests import golden
 
 OURS, TORCHRUN, SLURM = {"LSGD_LOCAL_RANK": "1"}, {"LOCAL_RANK": "2"}, {"SLURM_LOCALID": "3"}
 
@@ -54,7 +55,7 @@ def test_the_device_on_a_machine_with_gpus(gpus, environ, expected) -> None:
 def test_the_device_without_gpus(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device(TORCHRUN) == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"LSGD_DEVICE = 'cuda:1', but torch .* finds no usable GPU here"):
+    with pytest.raises(ConfigError, match=golden.pattern("identity.no_gpu")):
         device({"LSGD_DEVICE": "cuda:1"})
     assert gpu_name(torch.device("cpu")) == ""
 
@@ -127,4 +128,4 @@ def test_a_process_that_only_imports_the_script_is_no_worker(tmp_path) -> None:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("LSGD_")}
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environ, check=False)
     assert done.stdout == "worker 0\n"
-    assert "only imports the script to begin. What a script does goes into a function" in done.stderr
+    assert golden.text("identity.imports_script") in done.stderr

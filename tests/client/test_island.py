@@ -35,6 +35,7 @@ from lsgd.flat import FlatParameters, describe
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Round
+from tests import golden
 
 from ..integration.running import until
 from .bench import Switchboard, generation, together
@@ -114,7 +115,7 @@ def test_nobody_waits_for_a_process_that_makes_another_call_or_none() -> None:
     with island(2) as processes:
         processes[1].close()
         for _ in range(2):
-            with pytest.raises(LsgdError, match="has left the run"):
+            with pytest.raises(LsgdError, match=golden.pattern("island.left_run")):
                 processes[0].gather("votes", 1)
 
 
@@ -133,7 +134,7 @@ def test_the_head_waits_for_a_process_that_works_and_says_so(monkeypatch, caplog
             assert results == [[0, 1, 2]] * 3
         else:
             assert all(isinstance(result, LsgdError) for result in results)
-            assert "this process votes (call 1), but process 1 of its island saves (call 1)" in str(results[0])
+            assert golden.text("island.other_vote") in str(results[0])
     waited = re.findall(r"this process votes, and has waited ([\d.]+) s for process (\d)", caplog.text)
     assert waited[:2] == [("0.01", "1"), ("0.02", "1")]
 
@@ -150,7 +151,7 @@ def test_the_head_does_not_wait_for_a_process_that_falls_silent(monkeypatch, cap
 
         with ThreadPoolExecutor(1) as other:
             asked = other.submit(fall_silent)
-            with pytest.raises(IslandError, match="process 1 of this island has been silent for"):
+            with pytest.raises(IslandError, match=golden.pattern("island.process_silent")):
                 processes[0].gather("votes", 0)
             assert asked.result() == 1
 
@@ -174,7 +175,7 @@ def test_a_process_that_takes_nothing_any_more_ends_the_island(monkeypatch) -> N
         try:
             until(sending.running, "its thread sends")
             assert ended.result(20) == IslandError.exit_code
-            with pytest.raises(IslandError, match="process 1 of this island has been silent for"):
+            with pytest.raises(IslandError, match=golden.pattern("island.process_silent")):
                 head._peers[0].receive((1, "votes"))
             assert sending.running()
         finally:
@@ -196,15 +197,15 @@ def test_nobody_waits_for_tensors_that_do_not_come() -> None:
     x = [torch.zeros(3)]
     with island(2) as (head, other):
         head.hand((1, "world", 1), None)
-        with pytest.raises(ExchangeError, match="of the head of this island has failed"):
+        with pytest.raises(ExchangeError, match=golden.pattern("island.head_failed")):
             other.handed.take((1, "world", 1), x)
         head.hand((1, "world", 2), x)
         head.end_generation(1)
         head.hand((1, "world", 3), x)
-        with pytest.raises(ExchangeError, match="generation 1 is over for the head"):
+        with pytest.raises(ExchangeError, match=golden.pattern("island.head_generation_over")):
             other.handed.take((1, "world", 3), x)
         head.close()
-        with pytest.raises(LsgdError, match="the head of this island has left the run"):
+        with pytest.raises(LsgdError, match=golden.pattern("island.head_left")):
             other.handed.take((2, "world", 1), x)
 
 

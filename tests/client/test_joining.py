@@ -16,6 +16,7 @@ from lsgd.client.control.joining import find_server
 from lsgd.errors import JoinError
 from lsgd.protocol.messages import WorkerHelloReply, encode
 from lsgd.protocol.sockets import Listener, wait_for
+from tests import golden
 
 from ..speed import scaled
 
@@ -80,16 +81,16 @@ def test_a_server_that_is_there_but_busy_is_waited_for(impatient, address, opene
     found = find(address, 60.0)
     opened.callback(found.close)
     assert found.node == 3
-    assert re.search(r"has been silent for \d+ s; it is there, so this worker asks again for \d+ s$", server.said[0])
+    assert re.search(golden.pattern("joining.asks_again"), server.said[0])
 
 
 def test_a_busy_server_is_waited_for_no_longer_than_asked(impatient, address, opened) -> None:
     opened.enter_context(Listener(address))
-    with pytest.raises(JoinError, match=r"looking for the local server for 0\.5 s"):
+    with pytest.raises(JoinError, match=golden.pattern("joining.looking")):
         find(address, 0.5)
 
 
 def test_a_server_that_is_gone_is_not_waited_for(impatient, address) -> None:
     Listener(address).close()
-    with pytest.raises(JoinError, match="no local server answers at ipc://"):
+    with pytest.raises(JoinError, match=golden.pattern("joining.no_local_server")):
         find(address, 600.0)

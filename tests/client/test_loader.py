@@ -21,6 +21,7 @@ from lsgd.client.data.samplers import shard_of
 from lsgd.client.data.shards import length, shard_loader
 from lsgd.client.data.streams import Part
 from lsgd.errors import ConfigError
+from tests import golden
 
 from ..samplers import Turning
 
@@ -244,8 +245,8 @@ def test_an_unsharded_loader_warns(caplog) -> None:
         assert caplog.messages == []
         warn_if_unsharded(DataLoader(data, shuffle=True), 2)
         warn_if_unsharded(DataLoader(data), 3)
-    assert [m.partition(":")[0] for m in caplog.messages] == ["this DataLoader is not sharded"] * 2
-    assert "each of the 3 workers draws from the whole dataset" in caplog.messages[1]
+    assert [m.partition(":")[0] for m in caplog.messages] == [golden.text("data.not_sharded")] * 2
+    assert golden.text("data.whole_dataset") in caplog.messages[1]
 
 
 def test_digests_tell_batches_apart() -> None:
@@ -273,7 +274,7 @@ class Endless(Sampler):
 
 
 def test_a_sampler_without_a_length_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="a Endless has none: give it a __len__"):
+    with pytest.raises(ConfigError, match=golden.pattern("data.no_len")):
         shard_of(DataLoader(dataset(), batch_sampler=Endless()), lambda: (0, 2))
-    with pytest.raises(ConfigError, match="a Endless has none"):
+    with pytest.raises(ConfigError, match=golden.pattern("data.no_length")):
         shard_of(DataLoader(dataset(), sampler=Endless()), lambda: (0, 2))

@@ -7,6 +7,7 @@ import torch
 
 from lsgd.client.iteration.reports import MAX_PENDING, LossWindow
 from lsgd.errors import ConfigError
+from tests import golden
 
 
 def test_the_mean_is_that_of_the_last_losses() -> None:
@@ -33,19 +34,19 @@ def test_a_loss_that_is_no_number_makes_the_mean_none_until_it_is_out_of_the_win
 
 def test_a_window_says_why_it_elects_nobody() -> None:
     window = LossWindow(2)
-    assert window.trouble() == "has reported no loss"
+    assert window.trouble() == golden.text("loss.no_loss")
     window.add(1.0)
     assert window.trouble() == window.broken() == ""
     window.add(math.inf)
-    assert window.trouble() == "has reported non-finite losses (mean inf)"
-    assert window.broken().startswith("reports losses that are not finite (inf): lower its learning rate")
+    assert window.trouble() == golden.text("loss.nonfinite")
+    assert window.broken().startswith(golden.text("loss.lower_rate"))
 
 
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (torch.ones(3), r"a tensor of \(3,\)"),
-        (torch.ones(1, dtype=torch.complex64), r"a complex tensor of \(1,\)"),
+        (torch.ones(3), "a tensor of (3,)"),
+        (torch.ones(1, dtype=torch.complex64), "a complex tensor of (1,)"),
         ("hello", "a str: 'hello'"),
         (None, "a NoneType: None"),
         (1j, "a complex: 1j"),
@@ -54,7 +55,7 @@ def test_a_window_says_why_it_elects_nobody() -> None:
 )
 def test_what_is_no_loss_is_refused_with_the_call_to_mend(loss: object, said: str) -> None:
     window = LossWindow(2)
-    with pytest.raises(ConfigError, match=rf"worker\.report\(loss\) takes .* one number, .*, not {said}"):
+    with pytest.raises(ConfigError, match=golden.pattern("loss.one_number", said=said)):
         window.add(loss)  # type: ignore[arg-type]
     assert window.mean() is None
 

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.testbed import Testbed
 from lsgd.client.control.identity import interface_towards
 from lsgd.errors import ConfigError
+from tests import golden
 
 ASK = """
 import json, socket, sys
@@ -22,7 +23,7 @@ print(json.dumps([found.address, found.name, found.reason, socket.gethostbyname(
 def test_a_server_on_this_machine_is_reached_by_the_loopback() -> None:
     found = interface_towards("127.0.0.1")
     assert (found.address, found.name) == ("127.0.0.1", "lo")
-    assert found.reason == "it routes to the global server at 127.0.0.1"
+    assert found.reason == golden.text("network.routes")
     assert interface_towards("127.0.1.1").name == "lo"
     assert interface_towards("localhost").name == "lo"
 
@@ -44,7 +45,7 @@ def test_ipv6() -> None:
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "255.255.255.255"])
 def test_a_server_that_cannot_be_reached(host) -> None:
-    with pytest.raises(ConfigError, match=f"no route to the global server at {host}"):
+    with pytest.raises(ConfigError, match=golden.pattern("network.no_route", host=host)):
         interface_towards(host)
 
 
@@ -56,6 +57,6 @@ def test_a_host_whose_name_means_the_loopback_uses_the_interface_of_the_route() 
     assert answer == [
         testbed.hosts[1].address,
         "eth0",
-        f"it routes to the global server at {testbed.hosts[0].address}",
+        golden.text("network.routes_to_host", address=testbed.hosts[0].address),
         "127.0.1.1",
     ]

@@ -10,6 +10,7 @@ from lsgd.client.iteration.grants import ProgressEstimate
 from lsgd.errors import ConfigError
 from lsgd.learning_rate import RateSchedules, factor, set_rates
 from lsgd.plan.run import RunSettings
+from tests import golden
 
 ITERATIONS = 800
 
@@ -127,9 +128,9 @@ def test_the_last_schedule_of_an_optimizer_counts_and_others_are_refused() -> No
     schedules.follow()
     assert one.param_groups[0]["lr"] == pytest.approx(0.1 * 0.49)
     assert other.param_groups[0]["lr"] == pytest.approx(0.1)
-    with pytest.raises(ConfigError, match="an optimizer that this worker did not join with; pass the optimizer"):
+    with pytest.raises(ConfigError, match=golden.pattern("progress.other_optimizer")):
         schedules.add([optimizer_of(0.1)], "wsd", 0.0, 0.2)
-    with pytest.raises(ConfigError, match=r"neither iterations nor seconds; add one of them .* LSGD_ITERATIONS=N"):
+    with pytest.raises(ConfigError, match=golden.pattern("progress.no_end")):
         RateSchedules(bench.progress.share, [one], has_end=lambda: False).add([one], "wsd", 0.0, 0.2)
 
 
@@ -139,5 +140,5 @@ def test_an_optimizer_may_have_no_learning_rate(without) -> None:
     other = optimizer_of(0.1)
     del other.param_groups[0]["lr"]
     other.param_groups[0].update(without)
-    with pytest.raises(ConfigError, match="an optimizer without a learning rate"):
+    with pytest.raises(ConfigError, match=golden.pattern("progress.no_learning_rate")):
         RateSchedules(lambda: 0.0, [other]).add([other], "wsd", 0.0, 0.2)

@@ -32,6 +32,8 @@ from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.credentials import new_greeting
 from lsgd.protocol.ports import hold, port_of
+from lsgd.server.reasons import Why
+from tests import golden
 
 from ..speed import scaled
 from .bench import Switchboard, generation, together
@@ -237,7 +239,7 @@ def test_all_members_find_the_same_broken_pairs(switchboard, closed) -> None:
     assert [type(error) for error in errors] == [BrokenLinksError] * 2
     assert [error.broken for error in errors] == [(0, 1, 0, 2)] * 2
     assert str(errors[0]) == (
-        "node0/worker0 and node1/worker0, node0/worker0 and node2/worker0 cannot reach each other"
+        Why.UNREACHABLE(pairs="node0/worker0 and node1/worker0, node0/worker0 and node2/worker0", more="")
     )
 
 
@@ -253,7 +255,7 @@ def test_one_that_does_not_come_fails_the_round_and_no_link(switchboard) -> None
     members = [switchboard.member(name, plan(0.5)) for name in NAMES]
     errors = together(lambda rank: probe(generation(1, 1, 1, transport="nccl"), members[rank]), (0, 2))
     assert [type(error) for error in errors] == [ExchangeError] * 2
-    assert "waiting for a member's address" in str(errors[0])
+    assert golden.text("reach.waits_for_address") in str(errors[0])
 
 
 def test_the_end_of_the_generation_ends_it(switchboard) -> None:
@@ -262,5 +264,5 @@ def test_the_end_of_the_generation_ends_it(switchboard) -> None:
 
     with switchboard.ending(1, "node2/worker0 left", members=2):
         errors = together(lambda rank: probe(generation(1, 1, 1, transport="nccl"), members[rank]), range(2))
-    assert str(errors[0]) == "generation 1 is over: node2/worker0 left" == str(errors[1])
+    assert str(errors[0]) == golden.text("reach.generation_over") == str(errors[1])
     assert channel.generation_over(1)

@@ -9,6 +9,7 @@ import pytest
 from lsgd.client.iteration.round import TRANSITIONS, ActiveRound, State
 from lsgd.errors import LsgdError
 from lsgd.protocol.messages import Round
+from tests import golden
 
 from .bench import generation
 
@@ -27,7 +28,9 @@ def test_a_round_changes_its_state_by_the_table_only(before, after) -> None:
         changed.to(after)
         assert changed.state is after
     else:
-        with pytest.raises(LsgdError, match=rf"round 7 is {before.name} .*: it cannot become {after.name}"):
+        with pytest.raises(
+            LsgdError, match=golden.pattern("states.no_next_phase", before=before.name, after=after.name)
+        ):
             changed.to(after)
         assert changed.state is before
 

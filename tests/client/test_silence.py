@@ -15,6 +15,7 @@ from lsgd.client.groups.base import INSIDE_PATIENCE
 from lsgd.client.groups.tcp_group import RELAYED_PIECES, TcpGroup, relayed_numels
 from lsgd.collectives.composed import PIECE_NBYTES
 from lsgd.errors import ExchangeError
+from tests import golden
 
 from ..integration.running import until
 from ..speed import scaled
@@ -78,7 +79,7 @@ def test_a_connection_that_is_silent_fails_though_another_moves(clock) -> None:
 
     said = all_at_once(groups, work)[0]
     network.close()
-    assert said.endswith("gave up: node2/worker0 did not do its part in time")
+    assert said.endswith(golden.text("tcp.gave_up_on", worker="node2/worker0"))
 
 
 def test_a_nodes_other_workers_wait_as_long_as_the_first_one_exchanges_with_other_nodes(clock) -> None:
@@ -121,8 +122,8 @@ def test_a_nodes_other_workers_are_free_as_soon_as_the_first_one_gives_up(clock)
         return str(raised.value)
 
     first, other, _ = all_at_once(groups, work)
-    assert first.endswith("gave up: node2/worker0 did not do its part in time")
-    assert "gave up: node0/worker0: it has left the group" in other
+    assert first.endswith(golden.text("tcp.gave_up_on", worker="node2/worker0"))
+    assert golden.text("tcp.left_group") in other
 
 
 def test_workers_of_a_single_node_have_the_deadline_among_themselves(clock) -> None:
@@ -143,7 +144,7 @@ def test_workers_of_a_single_node_have_the_deadline_among_themselves(clock) -> N
 
     begun_at = clock.now
     _, said = all_at_once(groups, work)
-    assert said.endswith("gave up: node0/worker0 did not do its part in time")
+    assert said.endswith(golden.text("tcp.gave_up_on", worker="node0/worker0"))
     assert clock.now - begun_at < INSIDE_PATIENCE * 900.0
 
 
@@ -260,5 +261,5 @@ def test_how_far_a_transfer_is_can_be_asked_from_another_thread(monkeypatch) -> 
         all_at_once(groups, lambda group: group.all_reduce(torch.ones(8_000_000)).wait())  # no buffer holds it
     finally:
         network.close()
-    assert re.fullmatch(r"[\d.]+ of [\d.]+ MB with node\d/worker\d at [\d.]+ Mbit/s(, about \d+ s left)?", shown[0])
+    assert re.fullmatch(golden.pattern("tcp.transfer"), shown[0])
     assert [group.progress() for group in groups] == ["", ""]

@@ -4,6 +4,7 @@ import pytest
 
 from lsgd.client.iteration.step import TRANSITIONS, Event, Step, StepState
 from lsgd.errors import LsgdError
+from tests import golden
 
 
 @pytest.mark.parametrize("before", StepState)
@@ -14,7 +15,9 @@ def test_a_step_moves_as_the_table_says_and_in_no_other_way(before: StepState, e
     if (after := TRANSITIONS.get((before, event))) is not None:
         assert step.advance(event) is step.state is after
     else:
-        with pytest.raises(LsgdError, match=f"node0/worker0 is {before.name} .* and {event.name} cannot follow"):
+        with pytest.raises(
+            LsgdError, match=golden.pattern("states.no_next_step", before=before.name, event=event.name)
+        ):
             step.advance(event)
         assert step.state is before
 

@@ -23,6 +23,7 @@ from lsgd.client.groups.stream import Operation
 from lsgd.client.groups.tcp_group import TcpGroup
 from lsgd.errors import ExchangeError
 from lsgd.protocol.credentials import run_certificate
+from tests import golden
 
 from ..integration.running import FORKS, until
 from ..integration.test_two_nodes import finish
@@ -85,7 +86,7 @@ def test_a_connection_that_is_reset_before_its_handshake_is_closed(side) -> None
     other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     other.close()  # resets it
     descriptor = raw.fileno()
-    with pytest.raises(ConnectionResetError, match="the other end is gone"):
+    with pytest.raises(ConnectionResetError, match=golden.pattern("tcp.other_end_gone")):
         context_of(CERTIFICATE, answers=side == "server").wrap_socket(
             raw, server_side=side == "server", do_handshake_on_connect=False
         )
@@ -131,7 +132,7 @@ def test_a_member_that_goes_frees_its_neighbours_at_once(run) -> None:
         group.all_reduce(torch.ones(1)).wait()
         if group.rank == 0:
             return None
-        with pytest.raises(ExchangeError, match=r"all_reduce: waited .* gave up: .*node0/worker0"):
+        with pytest.raises(ExchangeError, match=golden.pattern("tcp.all_reduce_gave_up")):
             group.all_reduce(torch.ones(1)).wait()
         return True
 
@@ -158,8 +159,8 @@ def test_a_peer_that_is_silent_runs_into_the_deadline_and_is_named(clock, monkey
         return str(raised.value)
 
     told, _ = all_at_once(groups, work)
-    assert told.startswith("broadcast from node1/worker0: waited 20.5 s")
-    assert "node1/worker0 did not do its part in time" in told
+    assert told.startswith(golden.text("tcp.waited"))
+    assert golden.text("tcp.not_in_time") in told
 
 
 def test_a_cut_frees_who_waits_for_a_silent_peer(run) -> None:
@@ -170,7 +171,7 @@ def test_a_cut_frees_who_waits_for_a_silent_peer(run) -> None:
         if group.rank == 1:
             return freed.wait(scaled(30))
         threading.Timer(0.2, group.cut).start()
-        with pytest.raises(ExchangeError, match=r"all_reduce: waited .* the group was closed"):
+        with pytest.raises(ExchangeError, match=golden.pattern("tcp.closed")):
             group.all_reduce(torch.ones(3)).wait()
         freed.set()
         return True
@@ -197,7 +198,7 @@ def test_the_end_of_a_generation_ends_the_wait_for_a_member(switchboard) -> None
     work = lambda g: g.all_reduce(torch.ones(1)).wait()  # noqa: E731
     with switchboard.ending(1, "node0/worker1 left"):
         (error,) = run_over(switchboard, (2,), work, missing=[1], transport="tcp")
-    assert isinstance(error, ExchangeError) and "generation 1 is over: node0/worker1 left" in str(error)
+    assert isinstance(error, ExchangeError) and golden.text("exchange.generation_over") in str(error)
 
 
 def test_members_at_different_verbs_are_told(run) -> None:
@@ -211,7 +212,7 @@ def test_members_at_different_verbs_are_told(run) -> None:
         return str(raised.value)
 
     first, second = run((2,), work, timeout_s=5.0)
-    assert "node0/worker0: it is in a different operation than this member" in second
+    assert golden.text("tcp.other_operation") in second
     assert "node0/worker1" in first
 
 
@@ -255,7 +256,7 @@ def test_a_sum_is_made_in_the_order_of_ranks_with_the_same_bits_on_all(run) -> N
 def test_a_member_with_another_certificate_is_told_at_once() -> None:
     groups, _ = members(2, [CERTIFICATE, run_certificate(b"x" * 32, "run")], timeout_s=HOUR_S)
     errors = all_at_once(groups, lambda group: group.all_reduce(torch.ones(1)).wait())
-    assert all(isinstance(error, ExchangeError) and "no connection with node" in str(error) for error in errors)
+    assert all(isinstance(error, ExchangeError) and golden.text("tcp.no_connection") in str(error) for error in errors)
     assert any("certificate" in str(error) for error in errors)
 
 

@@ -15,6 +15,7 @@ from lsgd.algorithms.local import LocalSettings
 from lsgd.client.control.joining import torch_optimizers
 from lsgd.client.iteration.copies import COPIES
 from lsgd.errors import ConfigError, LsgdError
+from tests import golden
 
 from .bench import Switchboard
 from .test_exchange import LEADER, Members
@@ -127,7 +128,7 @@ def test_other_optimizers_than_the_sources_are_refused_in_words(switchboard) -> 
     members.optimizers[1].param_groups[0].pop("lookahead_alpha")
     _, error = members.run(members.round(new=(1,)))
     assert isinstance(error, LsgdError)
-    assert "keep copies of 0 parameters beside the model, and those of node0/worker0 of 2" in str(error)
+    assert golden.text("exchange.copies_differ") in str(error)
 
 
 class Lookahead:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import golden
+
 from ..integration.running import LIGHT, SCRIPTS, until
 from ..needs import needs
 from ..speed import scaled
@@ -98,7 +100,7 @@ def test_a_job_that_is_started_again_continues_from_its_checkpoints(
     until(lambda: job.state in ENDS, "the job ends", scaled(200))
     assert job.state == "COMPLETED", job.says
     before, after = job.says.split("[launch] resumes from the checkpoints in", 1)
-    assert "stopped: lsgd launch of node0 got SIGTERM" in before, job.says  # and no second signal
+    assert golden.text("launch.sigterm") in before, job.says  # and no second signal
     assert "LSGD_TOKEN=" not in job.says
     result = json.loads((job.run_dir / "result.json").read_text())
     assert (result["state"], result["count"]) == ("finished", 480)

@@ -22,6 +22,7 @@ from benchmarks.testbed.launch import free_port as free_port  # for the tests
 from lsgd.protocol.events import GenerationBegan, Happening, decode_event
 from lsgd.protocol.messages import PROTOCOL, Events, EventsQuery, Generation, Status, StatusQuery, decode, encode
 from lsgd.protocol.sockets import Connector, wait_for
+from tests import golden
 
 from ..speed import scaled
 
@@ -405,4 +406,7 @@ def check_trainers_without_an_end(program: str, cluster: Cluster) -> None:
     assert [w["steps"] for w in workers] == [w["iterations"] for w in workers] == [6, 40]
     assert workers[0]["final"] == workers[1]["final"] and [w["first"] for w in workers].count(True) == 1
     outputs = [p.output for p in cluster.processes if p.name.startswith("worker")]
-    assert all("then waits for the others" in each and "is not the consensus" not in each for each in outputs)
+    assert all(
+        golden.text("exchange.waits_for_others") in each and golden.text("exchange.not_consensus") not in each
+        for each in outputs
+    )

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from lsgd.errors import ConfigError
+from lsgd.server.reasons import Why
+from tests import golden
 
 from .running import Cluster, ForkServer
 
@@ -36,7 +38,7 @@ def test_two_loops_train_one_model(cluster, algorithm) -> None:
     server, _ = cluster.start("--workers", "2", "--algorithm", algorithm, "--iterations", "60", *period)
     for worker in [cluster.worker("accelerated", 0, i, "--micro-batches", 2) for i in range(2)]:
         worker.succeeds()
-    assert "all 60 iterations are done; 60 iterations" in server.succeeds()
+    assert f"{Why.ALL_MADE(limit=60)}; 60 iterations" in server.succeeds()
     workers = [cluster.result(0, i) for i in range(2)]
     assert sum(w["iterations"] for w in workers) == 60 and workers[0]["final"] == workers[1]["final"]
     first, second = (w["drawn"] for w in workers)
@@ -58,7 +60,7 @@ def test_local_sgd_in_the_loop_is_named(cluster) -> None:
     cluster.start("--workers", "1", "--iterations", "20", "--period", "4")
     worker = cluster.worker("accelerated", 0, 0, "--local-sgd")
     worker.succeeds()
-    assert "the script imports accelerate's LocalSGD: remove it" in worker.output
+    assert golden.text("integrations.imports_local_sgd") in worker.output
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="lsgd.client.muon needs torch 2.9")
@@ -76,7 +78,7 @@ def test_the_example(cluster) -> None:
 def test_what_cannot_be_a_worker_is_refused(monkeypatch) -> None:
     pytest.importorskip("accelerate", reason="pip install 'lsgd[accelerate]'")
     monkeypatch.setenv("RANK", "0")
-    with pytest.raises(ConfigError, match=r"with RANK in the environment accelerate uses .*lsgd launch"):
+    with pytest.raises(ConfigError, match=golden.pattern("integrations.rank_in_environment")):
         importlib.import_module(MODULE).LsgdLoop(None, None, None, None)
 
 

@@ -15,6 +15,8 @@ from torch import nn
 from lsgd.cli.commands import main
 from lsgd.client import Worker
 from lsgd.errors import LsgdError
+from lsgd.server.reasons import Why
+from tests import golden
 
 from .running import Cluster, Process, until
 
@@ -162,11 +164,11 @@ def test_a_worker_killed_in_a_gradient_exchange(cluster, tmp_path, algorithm, vi
     assert len(set(digests(results[0]))) == len(digests(results[0]))
     assert results[0]["distance"] < 1e-6  # the mean of three equal numbers is rounded
     for place in survivors:
-        assert re.search(r"round 12 failed: .*; its gradients will be exchanged again", workers[place].output)
+        assert re.search(golden.pattern("exchange.gradients_again"), workers[place].output)
     died = 11  # the steps that the victim has made, and told
     assert results[0]["status"]["count"] == 3 * results[0]["iterations"] + died
     assert 160 - 3 < results[0]["status"]["count"] <= 160
-    assert "generation 2: 3 workers on 2 nodes" in server.output
+    assert golden.text("reasons.generation", number=2, workers=3, nodes=2) in server.output
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_a_worker_killed_while_models_are_exchanged(cluster, tmp_path, settings)
     assert all(0 < result["distance"] < 0.1 and result["loss"] < 1.0 for result in results)
     # The victim made 12 steps; of what anyone made since its last round, the server says that no model has it.
     assert results[0]["status"]["count"] == sum(result["iterations"] for result in results) + 12 - cluster.lost
-    assert "generation 2: 3 workers on 2 nodes" in server.output
+    assert golden.text("reasons.generation", number=2, workers=3, nodes=2) in server.output
 
 
 def test_a_changed_setting_reaches_all_workers_in_one_round_and_the_commands_tell(cluster) -> None:
@@ -209,7 +211,7 @@ def test_a_changed_setting_reaches_all_workers_in_one_round_and_the_commands_tel
     assert [member["state"] in ("held", "live") for member in status["members"]] == [True] * 4
     assert "is stopping after" in command(cluster, "stop", "--reason", "enough is learnt")
     end_well(*workers, *locals_, server)
-    assert "the run is over: enough is learnt" in server.output
+    assert Why.ENDED(reason="enough is learnt") in server.output
 
     results = [cluster.result(*place) for place in PLACES]
     # With one model after each round, common bits mark a round; its settings have to be common, too.

@@ -11,6 +11,8 @@ import pytest
 from lsgd.errors import EvictedError
 from lsgd.protocol.events import GenerationBegan, RoundFailed, RoundOrdered, WorkerChanged
 from lsgd.protocol.messages import ChangeSettings, Status
+from lsgd.server.reasons import Why
+from tests import golden
 
 from ..speed import SLOWNESS
 from .running import Cluster, Process, free_port, until
@@ -72,7 +74,7 @@ class JournaledRun:
 
     def start_again(self) -> None:
         self.server = self.cluster.start_global(*self._arguments, listen=self.cluster.address)
-        assert re.search(rf"continues run {self.run} of the journal", self.server.output)
+        assert re.search(golden.pattern("crashes.continues", run=self.run), self.server.output)
 
 
 @pytest.mark.first
@@ -111,7 +113,7 @@ def test_a_local_server_killed_and_started_again_at_once(cluster) -> None:
     trains(cluster)
     assert " leaves: " not in server.output, "at most they have missed a round"
     assert finish(cluster, server, *workers, locals_[0], again) == kept(cluster)
-    assert again.says("node1/worker0 is here already")
+    assert again.says(golden.text("crashes.here_already"))
 
 
 def test_workers_wait_for_their_local_server_and_say_so(cluster) -> None:
@@ -166,8 +168,8 @@ def test_a_global_server_killed_at_the_end_ends_the_run_when_it_is_back(cluster)
     for process in (*workers, local, run.server):
         process.succeeds()
     assert steps(cluster) == 60
-    assert "the run is over: all 60 iterations are done; 60 iterations" in run.server.output
-    assert "the run is over: all 60 iterations are done" in local.output
+    assert f"{Why.ENDED(reason=Why.ALL_MADE(limit=60))}; 60 iterations" in run.server.output
+    assert Why.ENDED(reason=Why.ALL_MADE(limit=60)) in local.output
     assert len({cluster.result(0, index)["model"] for index in (0, 1)}) == 1
 
 
@@ -208,7 +210,7 @@ def test_a_worker_that_falls_silent_is_evicted_and_only_another_process_takes_it
         victim.send(signal.SIGCONT)
         go.open("w").close()
         assert victim.wait() == EvictedError.exit_code
-        assert re.search(r"ends with exit code 76: node0/worker2 is not in run \w+: it was evicted", victim.output)
+        assert re.search(golden.pattern("crashes.evicted"), victim.output)
         assert cluster.status()["generation"] == 2
     again = cluster.worker("crash", 0, 2, "--sleep", 0.02)
     assert len(cluster.generation(3).members) == 3
@@ -258,6 +260,6 @@ def test_a_leader_killed_in_the_middle_of_its_own_broadcast(cluster) -> None:
         failed = cluster.result(0, index)["failed"]
         assert [round_id, 1, True] in failed  # the model was as before, bit for bit
         assert all(same for _, _, same in failed)
-        assert re.search(rf"round {round_id} failed, the model is as before: .*; asking again", process.output)
+        assert re.search(golden.pattern("crashes.asks_again", round_id=round_id), process.output)
         assert "generation 2: rank" in process.output
     assert len({cluster.result(0, index)["model"] for index in (0, 1)}) == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from lsgd.protocol.events import WorkerChanged
+from tests import golden
 
 from .running import LIGHT, SCRIPTS
 
@@ -95,7 +96,7 @@ def test_a_worker_without_it_is_refused_with_the_line_that_mends_it(installed, c
     cluster.start_local()
     worker = cluster.worker("train")
     assert worker.wait() != 0
-    assert "JoinError: node0/worker0 cannot take part" in worker.output
-    assert "algorithm 'soft' is unknown" in worker.output
-    assert worker.output.rstrip().endswith("install here what the servers have: pip install lsgd-soft==0.1.0")
+    assert golden.text("plan.cannot_take_part") in worker.output
+    assert golden.text("plan.soft_unknown") in worker.output
+    assert worker.output.rstrip().endswith(golden.text("plan.install_soft"))
     cluster.tells(WorkerChanged, worker="node0/worker0", state="left", code="failed")

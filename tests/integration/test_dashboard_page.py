@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from lsgd.cli.commands import main
+from tests import golden
 
 from ..needs import to_install
 from .running import DEADLINE_S, LIGHT, until
@@ -111,7 +112,7 @@ def test_a_dead_and_a_stalled_worker_are_seen_at_once(cluster, page, dashboard) 
     page.keyboard.press("Tab")
     page.keyboard.type("16")
     page.keyboard.press("Enter")
-    assert "Set period = 16 for all workers" in page.inner_text("#asked")
+    assert golden.text("dashboard.set_for_all") in page.inner_text("#asked")
     page.keyboard.press("Escape")
     assert cluster.status()["period"] == 12
     page.keyboard.press("Enter")
@@ -125,7 +126,7 @@ def test_a_dead_and_a_stalled_worker_are_seen_at_once(cluster, page, dashboard) 
     page.keyboard.press("Tab")
     page.keyboard.press("Enter")
     seen("document.getElementById('state').innerText === 'over'", WAIT_MS)
-    assert "stopped from the dashboard" in page.inner_text("#reason")
+    assert golden.text("dashboard.stopped_here") in page.inner_text("#reason")
     for each in (workers[0], workers[1], run.server, local):
         each.succeeds()
     process.terminate()

@@ -7,6 +7,7 @@ from torch import nn
 from lsgd.client import Worker
 from lsgd.client.iteration.reports import PROBES_A_PERIOD
 from lsgd.errors import ConfigError
+from tests import golden
 
 BY_PROBE = ("--election", "probe")
 BATCH = torch.ones(4, 6)
@@ -63,6 +64,6 @@ def test_a_worker_without_a_probe_is_told_how_to_register_one(cluster, monkeypat
     tables = ['name = "local"\niterations = 8', 'name = "leader"\nelection = "probe"\niterations = 0']
     plan.write_text("[[phase]]\n" + "\n[[phase]]\n".join(tables) + "\n")
     model, optimizer = joined(cluster, monkeypatch, *(("--plan", str(plan)) if later else BY_PROBE))
-    with pytest.raises(ConfigError, match=r"register one after Worker\.join: worker\.probe\("):
+    with pytest.raises(ConfigError, match=golden.pattern("exchange.probe_first")):
         with Worker.join(model, optimizer) as worker:
             worker.begin_step()

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed import Testbed
+from tests import golden
 
 from .running import SCRIPTS, until
 from .test_two_nodes import finish, start
@@ -54,7 +55,7 @@ def test_the_run_ends_on_the_others_with_the_exact_count(tmp_path: Path, nodes: 
         lost = steps(tmp_path / "node0")
         shutil.rmtree(tmp_path / "node0")
         outputs = finish(others)
-    assert "node1 serves the run from now on" in outputs[0]
+    assert golden.text("failover.serves", node="node1") in outputs[0]
     result = json.loads((tmp_path / "node1" / "result.json").read_text())
     assert (result["state"], result["count"]) == ("finished", ITERATIONS)
     ends = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("node*/node*.json"))]

@@ -4,6 +4,8 @@ import signal
 
 import pytest
 
+from tests import golden
+
 from ..speed import SLOWNESS
 from .running import until
 
@@ -16,7 +18,7 @@ def test_a_model_that_is_no_number_ends_with_65(cluster, nan_from, without) -> N
     cluster.start("--workers", "1", *ROUNDS)
     worker = cluster.worker("flat", 0, 0, "--steps", 20, "--nan-from", nan_from, *without)
     assert worker.wait() == 65
-    assert "node0/worker0 ends with exit code 65: the model at the end of the run is not finite" in worker.output
+    assert golden.text("crashes.nonfinite_end") in worker.output
     assert ("the last line of the script" in worker.output) == bool(without) and "Traceback" not in worker.output
 
 
@@ -27,7 +29,7 @@ def test_lost_servers_end_it_with_75(cluster) -> None:
     for process in (server, local):
         process.send(signal.SIGKILL)
     assert worker.wait() == 75
-    assert "ends with exit code 75" in worker.output and "Traceback" not in worker.output
+    assert golden.text("crashes.exit_75") in worker.output and "Traceback" not in worker.output
 
 
 def test_one_that_was_evicted_ends_with_76_and_the_others_go_on(cluster) -> None:
@@ -48,4 +50,4 @@ def test_equal_data_end_both_with_77(cluster) -> None:
     workers = [cluster.worker("flat", 0, index, "--steps", 1_000_000, "--equal") for index in range(2)]
     assert [worker.wait() for worker in workers] == [77, 77]
     for worker in workers:
-        assert "draw the same batches" in worker.output and "Traceback" not in worker.output
+        assert golden.text("crashes.same_batches") in worker.output and "Traceback" not in worker.output

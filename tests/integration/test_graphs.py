@@ -13,6 +13,7 @@ from lsgd.client import Worker
 from lsgd.client.control.identity import Identity
 from lsgd.client.wrap import WrappedWorker, roots
 from lsgd.errors import LsgdError
+from tests import golden
 
 from .test_wrap import in_threads, join_here
 
@@ -157,7 +158,7 @@ def test_a_forward_pass_before_the_last_step_whose_backward_pass_follows_the_rou
     gan = Gan()
     gan.generator = nn.Linear(4, 2)
     gan.both["g"], gan.og = gan.generator, torch.optim.Adam(gan.generator.parameters(), lr=0.01)
-    with wrapped(gan) as worker, pytest.raises(LsgdError, match=r"needs a forward pass of Linear .* before round 2,"):
+    with wrapped(gan) as worker, pytest.raises(LsgdError, match=golden.pattern("exchange.forward_first")):
         fake = gan.generator(gan.noise(4))
         for _ in range(3):
             gan.og.zero_grad()
@@ -217,7 +218,7 @@ def test_a_gan_is_refused_where_nobody_knows_when_its_step_begins(cluster, monke
     join_here(cluster, monkeypatch, *ROUNDS)
     gan = Gan()
     worker = lsgd.wrap(Parts(gan), [gan.og, gan.od], steps=TURNS)
-    with pytest.raises(LsgdError, match=r"a round may come, .* pass lsgd.wrap a nn.ModuleDict"):
+    with pytest.raises(LsgdError, match=golden.pattern("exchange.round_may_come")):
         gan.turn()
     worker.fails(RuntimeError())
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lsgd.errors import JoinError
 from lsgd.protocol.events import Note, WorkerChanged
+from tests import golden
 
 from ..speed import SLOWNESS
 from .running import Process, until
@@ -26,7 +27,7 @@ def test_a_frozen_local_server_costs_nobody_the_model(cluster) -> None:
     assert cluster.status()["generation"] == 1
     assert finish(cluster, server, *workers, local) == steps(cluster)
     for worker in workers:
-        assert "global server" not in "".join(re.findall("waits for its next.*", worker.output))
+        assert "global server" not in "".join(re.findall(golden.pattern("crashes.waits_for_next"), worker.output))
 
 
 def test_nobody_waits_for_the_lease_of_a_worker_whose_process_has_ended(cluster) -> None:
@@ -73,7 +74,7 @@ def test_a_run_that_has_lost_its_model_fails_and_says_what_to_do(cluster) -> Non
     kill(*victims)
     again = [cluster.worker("crash", 0, index) for index in (0, 1)]
     assert [worker.wait() for worker in again] == [JoinError.exit_code] * 2
-    assert "the run's model is lost after" in again[0].output and "RESUME=1" in again[0].output
+    assert golden.text("crashes.model_lost") in again[0].output and "RESUME=1" in again[0].output
     assert server.wait() == 1
     local.succeeds()
 
@@ -109,7 +110,7 @@ def test_a_server_without_the_journal_of_the_run_does_not_begin_another(cluster)
         assert worker.wait() == 75
         told = f"without its journal. Stop it, and start it again with the --journal of run {run.run}"
         assert told in worker.output
-        assert "its state is saved in" in worker.output
+        assert golden.text("crashes.state_saved") in worker.output
     other.send(signal.SIGTERM)
     for server in (other, local):
         server.succeeds()

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import golden
+
 from .test_islands import Islands, alike, equal_after_each_round, whole_rounds
 
 pytestmark = pytest.mark.slow
@@ -98,14 +100,16 @@ def test_a_gradient_that_is_none_in_one_shard_skips_the_step_of_all(islands) -> 
     unchanged = [before == after for before, after in pairwise(whole_rounds(islands.folder, 0).values())]
     assert unchanged.count(True) == 1
     for process in islands.processes[-4:]:
-        assert process.output.count("a member's gradient is non-finite; all members skip this step") == 1
+        assert process.output.count(golden.text("island.nonfinite_gradient")) == 1
 
 
 def test_a_model_that_is_not_finite_in_one_shard_is_left_out_of_gossip(islands) -> None:
     islands.begin("--algorithm", "low_precision_decentralized", "--interval", "4", "--iterations", "80")
     one, other = islands.train("--do", "nan", "--at", "15")
     assert one["state"] == other["state"] and sum(one["losses"][-10:]) < sum(one["losses"][:10])
-    assert "this worker's model is not finite" in islands.processes[-2].output  # the head's, whose own shard is finite
+    assert (
+        golden.text("island.nonfinite_model") in islands.processes[-2].output
+    )  # the head's, whose own shard is finite
 
 
 def test_gossip_that_is_cut_in_one_shard_changes_none(islands) -> None:
@@ -124,7 +128,7 @@ def test_a_delayed_fragment_is_taken_over_by_all_processes_or_none(islands) -> N
     one, other = islands.train("--common", "--do", "cut", "--at", "15")
     assert one["state"] == other["state"] and sum(one["losses"][-10:]) < sum(one["losses"][:10])
     assert equal_after_each_round(islands.folder) > 10
-    assert "failed in another process of this worker" in islands.processes[-2].output
+    assert golden.text("island.failed_elsewhere") in islands.processes[-2].output
 
 
 def test_a_process_that_dies_in_the_round_of_a_backward_pass_ends_its_island(islands) -> None:
@@ -132,7 +136,7 @@ def test_a_process_that_dies_in_the_round_of_a_backward_pass_ends_its_island(isl
     others = islands.island(0)
     head, killed = islands.island(1, "--do", "die", "--at", "10")
     for process in others:
-        assert "its gradients will be exchanged again" in process.succeeds()
+        assert golden.text("island.gradients_again") in process.succeeds()
     assert killed.wait() == -signal.SIGKILL and head.wait() == 76
     assert islands.result(0, 0)["world_size"] == 1
     assert len(whole_rounds(islands.folder, 0)) > 20

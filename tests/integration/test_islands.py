@@ -14,6 +14,8 @@ import pytest
 from safetensors import safe_open
 
 from lsgd.protocol.events import WorkerJoined
+from lsgd.server.reasons import Why
+from tests import golden
 
 from ..speed import SLOWNESS, scaled
 from .running import LIGHT, LOADED_BY_WORKERS, SCRIPTS, Cluster, ForkServer, Process, free_port, until
@@ -181,7 +183,7 @@ def test_a_number_that_is_none_in_one_shard_counts_for_the_island(islands) -> No
     assert one["state"] == other["state"]
     assert all(whole_rounds(islands.folder, worker) for worker in (0, 1))
     output = islands.processes[-2].output  # the head's, whose own shard is finite
-    assert "this worker's model is not finite" in output
+    assert golden.text("island.nonfinite_model") in output
     assert re.search(r"checkpoint of 80 iterations", output)
 
 
@@ -190,7 +192,7 @@ def test_a_shard_whose_exchange_is_cut_fails_the_round_of_all(islands) -> None:
     one, other = islands.train("--common", "--do", "cut", "--at", "15")
     assert one["state"] == other["state"]
     assert equal_after_each_round(islands.folder) > 5
-    assert "failed in another process of this worker" in islands.processes[-2].output
+    assert golden.text("island.failed_elsewhere") in islands.processes[-2].output
 
 
 def test_a_frozen_process_ends_its_island_and_the_others_go_on(islands) -> None:
@@ -200,7 +202,7 @@ def test_a_frozen_process_ends_its_island_and_the_others_go_on(islands) -> None:
     for process in others:
         process.succeeds()
     assert head.wait() == 76
-    assert "process 1 of this island has been silent for" in head.output
+    assert golden.text("island.process_silent") in head.output
     frozen.send(signal.SIGKILL)
     assert frozen.wait() == -signal.SIGKILL
     assert islands.result(0, 0)["world_size"] == 1
@@ -216,7 +218,7 @@ def resume(folder: Path, name: str, plan: Sequence[str], *how: str, size: int) -
             again.island(index, *how, size=size, LSGD_RESUME=str(folder / "checkpoints"))
         for process in again.processes:
             process.succeeds()
-        assert "resumes after 60 iterations, from checkpoints of node0/worker0, node0/worker1" in server.output
+        assert Why.RESUMED(count=60, holders="node0/worker0, node0/worker1", takers="") in server.output
         return [again.result(0, 0), again.result(0, 1)]
     finally:
         again.close()
@@ -249,7 +251,7 @@ def test_a_newcomer_takes_the_model_while_the_other_islands_train(islands) -> No
     command(islands, "stop")
     for process in islands.processes:
         process.succeeds()
-    assert re.search(r"node0/worker2 takes? \S+ MB of the model from \S+ while the others train", late[0].output)
+    assert re.search(golden.pattern("island.takes_model"), late[0].output)
     third, first = (whole_rounds(islands.folder, index) for index in (2, 0))
     both = third.keys() & first.keys()
     assert len(both) > 3 and all(third[number] == first[number] for number in both)
@@ -259,14 +261,14 @@ def test_processes_that_share_no_model_are_told_so(islands) -> None:
     islands.begin("--algorithm", "local", workers=1)
     (plain,) = islands.island(0, "--plain", size=1, LSGD_ISLAND="2")
     assert plain.wait() == 1
-    assert "its model is not shared by them: join with DistributedDataParallel(model), or after" in plain.output
+    assert golden.text("island.not_shared") in plain.output
 
 
 def test_processes_that_make_different_calls_are_told_so(islands) -> None:
     islands.begin("--algorithm", "local", "--period", "4", workers=1)
     head, other = islands.island(0, "--do", "pause", "--at", "10", "--who", "node0/worker0")
     assert other.wait() == 1
-    assert re.search(r"this process pauses \(call \d+\), but the head of its island \w+ a", other.output)
+    assert re.search(golden.pattern("island.other_call"), other.output)
     assert "LsgdError" in other.output and head.wait() == 1
 
 
@@ -316,9 +318,9 @@ def test_launch_starts_an_island_whole_again_when_a_process_dies_in_a_round(tmp_
     )
     output, _ = launched.communicate(scaled(150))
     assert launched.returncode == 0, output
-    assert "2 workers of 2 processes on cpu" in output
-    assert re.search(r"node0/worker1 was killed by SIGKILL .* restarting it (in 1 s|now)", output)
-    assert re.search(r"node0/worker1 resumes from .*node0-worker1\.0-of-2\.safetensors", output)
+    assert golden.text("island.processes_on_cpu") in output
+    assert re.search(golden.pattern("island.killed"), output)
+    assert re.search(golden.pattern("island.resumes_from"), output)
     one, other = (json.loads((run / f"node0-worker{worker}.json").read_text()) for worker in (0, 1))
     assert one["state"] == other["state"] and one["world_size"] == 2
     assert output.count("ended well") == 4

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from lsgd.protocol.messages import StopRun
+from lsgd.server.reasons import Why
+from tests import golden
 
 from .running import until
 
@@ -41,18 +43,18 @@ def test_workers_that_all_leave_have_the_consensus(cluster, method, options, ins
         assert first["consensus"] is False
     else:
         assert first["consensus"] is True and first["weights"] == second["weights"]
-    assert "the run is over: all workers leave after 40 iterations; 40 iterations" in server.succeeds()
+    assert f"{Why.ENDED(reason=Why.ALL_LEAVE(count=40))}; 40 iterations" in server.succeeds()
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_one_that_leaves_has_the_model_of_its_last_round_and_the_others_go_on(cluster, method) -> None:
     server, _ = cluster.start("--workers", "2", "--iterations", "200", "--algorithm", method, *METHODS[method])
     stays, leaves = (cluster.worker("leaves", 0, index, "--after", 10 if index else 1000) for index in (0, 1))
-    assert "leaves after 10 iterations: the run continues without it, and its model is not the" in leaves.succeeds()
+    assert golden.text("exchange.leaves_early") in leaves.succeeds()
     stays.succeeds()
     assert (cluster.result(0, 1)["consensus"], cluster.result(0, 0)["consensus"]) == (False, None)
     assert cluster.result(0, 0)["iterations"] == 190
-    assert "the run is over: all 200 iterations are done; 200 iterations" in server.succeeds()
+    assert f"{Why.ENDED(reason=Why.ALL_MADE(limit=200))}; 200 iterations" in server.succeeds()
 
 
 def first_example(page: str) -> str:
@@ -80,4 +82,4 @@ def test_a_script_of_the_docs_reaches_its_last_lines_when_the_run_is_stopped(clu
     outputs = [worker.succeeds() for worker in workers]
     made = [int(re.search(r"ITERATIONS (\d+)", output)[1]) for output in outputs]
     assert (tmp_path / "model.pt").exists() and 30 < sum(made) < 1_000_000
-    assert not any("more of this script's steps" in output for output in outputs) or method == "allreduce"
+    assert not any(golden.text("exchange.more_steps") in output for output in outputs) or method == "allreduce"

@@ -22,6 +22,8 @@ from torch.utils.data import (
 
 from lsgd.client.data.trainers import TrainerData
 from lsgd.errors import ConfigError, LsgdError
+from lsgd.server.reasons import Why
+from tests import golden
 
 from .running import Cluster, ForkServer, check_trainers_without_an_end, train_two
 
@@ -94,7 +96,7 @@ def test_two_trainers_train_one_model(cluster, algorithm, arguments) -> None:
     plan = ["--algorithm", algorithm, "--iterations", "60"]
     plan += ["--period", "2"] if algorithm == "local" else []  # 15 rounds: each makes its first epoch
     output, workers = train(cluster, plan, "--min-steps", 500, *arguments)
-    assert "all 60 iterations are done; 60 iterations" in output and "failed" not in output
+    assert f"{Why.ALL_MADE(limit=60)}; 60 iterations" in output and "failed" not in output
     assert [w["steps"] for w in workers] == [w["iterations"] for w in workers]
     assert sum(w["iterations"] for w in workers) == 60 and all(w["stopped"] for w in workers)
     assert workers[0]["final"] == workers[1]["final"]
@@ -152,7 +154,10 @@ def test_trainers_that_learn_the_same_end_the_run(cluster) -> None:
     server, _ = cluster.start("--workers", "2", "--iterations", "40", "--period", "4")
     workers = [cluster.worker("lightning_worker", 0, index, "--shared") for index in range(2)]
     assert [worker.wait() for worker in workers] == [77, 77] and server.wait() == 1
-    assert "draw the same batches" in server.output and ", but not the noise): give each its part" in server.output
+    assert (
+        golden.text("crashes.same_batches") in server.output
+        and golden.text("integrations.not_the_noise") in server.output
+    )
 
 
 def test_it_pauses_to_validate_and_one_worker_saves(cluster) -> None:
@@ -192,7 +197,11 @@ def test_trainers_that_stop_before_the_run_leave_with_a_consensus(cluster) -> No
     _, workers = train(cluster, plan, "--max-steps", 7)
     assert [w["steps"] for w in workers] == [w["iterations"] for w in workers] == [7, 7]
     assert workers[0]["final"] == workers[1]["final"]
-    assert all("leaves after 7 steps of its own" in p.output for p in cluster.processes if p.name.startswith("worker"))
+    assert all(
+        golden.text("integrations.leaves_after", count=7) in p.output
+        for p in cluster.processes
+        if p.name.startswith("worker")
+    )
 
 
 def test_without_an_end_in_the_plan_all_trainers_have_the_consensus(cluster) -> None:
@@ -227,7 +236,7 @@ def test_a_stream_has_no_number_of_steps(cluster, monkeypatch, caplog) -> None:
     lightning, integration = in_this_process(monkeypatch)
     become_its_worker(cluster, monkeypatch)
     assert len(fit(lightning, integration.LsgdCallback(shard=False), DataLoader(Stream(), 4))) == 2
-    assert "leaves after inf steps of its own" in caplog.text and "-1 steps" not in caplog.text
+    assert golden.text("integrations.leaves_after", count="inf") in caplog.text and "-1 steps" not in caplog.text
 
 
 def test_all_stop_early_and_lower_their_rates_by_the_mean_of_their_metrics(cluster) -> None:
@@ -245,7 +254,10 @@ def test_an_exception_in_training_leaves_the_run_which_goes_on(cluster) -> None:
     other = cluster.worker("lightning_worker", 0, 1)
     assert failing.wait() == 1
     other.succeeds()
-    assert "node0/worker0 leaves: failed: RuntimeError: as the test wants it (3 iterations)" in server.succeeds()
+    assert (
+        Why.LEAVES(worker="node0/worker0", reason=Why.FAILED(error="RuntimeError: as the test wants it"), done=3)
+        in server.succeeds()
+    )
     assert cluster.result(0, 1)["iterations"] == 17
 
 
@@ -267,7 +279,7 @@ def test_what_cannot_be_a_worker_is_refused(monkeypatch) -> None:
     integration = importlib.import_module(MODULE)
     with monkeypatch.context() as environment:
         environment.setenv("LOCAL_RANK", "1")
-        with pytest.raises(ConfigError, match=r"with LOCAL_RANK in the environment .*lsgd launch"):
+        with pytest.raises(ConfigError, match=golden.pattern("integrations.in_environment", name="LOCAL_RANK")):
             integration.LsgdCallback()
     average = lightning.pytorch.callbacks.StochasticWeightAveraging(0.1)
     link = {"callbacks": [lightning.pytorch.callbacks.ModelCheckpoint(save_last="link")], "enable_checkpointing": True}
@@ -345,7 +357,7 @@ def test_a_checkpoint_that_another_worker_has_saved_is_an_error_in_words(tmp_pat
     _, integration = in_this_process(monkeypatch)
     inner = importlib.import_module("lightning.pytorch.plugins").TorchCheckpointIO()
     saves = integration._OneSaves(inner, integration.LsgdCallback())
-    with pytest.raises(LsgdError, match=r"best\.ckpt; one worker saves for all.*`if lsgd\.first: trainer\.test"):
+    with pytest.raises(LsgdError, match=golden.pattern("integrations.best_path")):
         saves.load_checkpoint(tmp_path / "best.ckpt")
     saves.save_checkpoint({"global_step": 3}, tmp_path / "best.ckpt")
     assert saves.load_checkpoint(tmp_path / "best.ckpt") == {"global_step": 3}
@@ -361,7 +373,7 @@ def test_paths_that_are_not_here_are_not_claimed(tmp_path, monkeypatch, caplog) 
     assert callback.kth_best_model_path == here and not caplog.messages
     integration._settle(callback, gone, gone, {})
     assert (callback.best_model_path, callback.last_model_path, callback.best_model_score) == ("", "", None)
-    assert "best_model_path is empty here" in caplog.text
+    assert golden.text("integrations.no_best_path") in caplog.text
 
 
 def test_without_the_library_the_import_says_what_to_install(monkeypatch) -> None:

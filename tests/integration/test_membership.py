@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lsgd.protocol.messages import StopRun
+from tests import golden
 
 from ..speed import SLOWNESS
 from .running import Cluster, Process, until
@@ -94,7 +95,7 @@ def test_a_stop_during_a_round_lets_it_complete(cluster) -> None:
     ]
     workers[1].says(r"dwells in round \d+")
     cluster.ask(StopRun("enough"))
-    assert "goes on with round" not in workers[1].output  # the stop came in the middle
+    assert golden.text("exchange.goes_on") not in workers[1].output  # the stop came in the middle
     go.touch()
     for process in (*workers, *locals_, server):
         process.succeeds()
@@ -113,6 +114,6 @@ def test_a_model_that_is_no_number_spoils_no_other(cluster) -> None:
     workers[1].says("poisons its model")
     trains(cluster, 60)
     assert finish(cluster, server, *workers, *locals_) == steps(cluster)
-    assert "this worker's model is non-finite: the average leaves it out" in workers[1].output
+    assert golden.text("exchange.nonfinite_left_out") in workers[1].output
     results = [cluster.result(0, index) for index in (0, 1)]
     assert results[0]["finite"] and results[0]["model"] == results[1]["model"]

@@ -12,6 +12,8 @@ import pytest
 
 from benchmarks.testbed import Host, Testbed
 from lsgd.algorithms import ALGORITHMS
+from lsgd.server.reasons import Why
+from tests import golden
 
 from ..needs import needs_nat
 from .running import SCRIPTS, Fork, until
@@ -131,14 +133,14 @@ def test_two_homes_and_a_server_train_and_a_relay_that_dies_is_started_again(tmp
         os.kill(relay_on(testbed.hosts[0]), signal.SIGKILL)
         outputs = finish(processes)
     assert json.loads((tmp_path / "node0" / "result.json").read_text())["ways"] == [
-        {"nodes": [0, 1], "way": "dialled by node1 alone"},
-        {"nodes": [0, 2], "way": "dialled by node2 alone"},
+        {"nodes": [0, 1], "way": golden.text("links.dialled_by", node="node1")},
+        {"nodes": [0, 2], "way": golden.text("links.dialled_by", node="node2")},
         {"nodes": [1, 2], "way": "through the relay"},
     ]
-    assert "node1 and node2: through the relay" in shown
+    assert golden.text("links.through_relay") in shown
     said = outputs[0]
-    assert "node1 and node2 cannot reach each other, and exchange through the relay" in said
-    assert "[launch] relay was killed by SIGKILL" in said and "restarting it in 1 s" in said
+    assert Why.RELAYED(pairs="node1 and node2", more="") in said
+    assert golden.text("links.relay_killed") in said and "restarting it in 1 s" in said
     assert "evicted" not in said
     for node, expected in enumerate(unobstructed):
         assert digests(tmp_path, node)[: len(expected)] == expected
@@ -155,7 +157,9 @@ def test_what_a_relay_changes_is_noticed_and_sent_again(tmp_path: Path, unobstru
         public.run(["nft", f"table ip nat {{\nchain prerouting {{ {rule} }}\n}}"])
         outputs = finish(begin(testbed, tmp_path, LOCKSTEP))
         assert flips.stdout.readline() == "flipped\n"
-    assert any("was changed on the way" in output and "bad record mac" in output.lower() for output in outputs)
+    assert any(
+        golden.text("links.changed_on_the_way") in output and "bad record mac" in output.lower() for output in outputs
+    )
     assert not re.findall(r"round \d+ failed: .*", outputs[0])
     for node, expected in enumerate(unobstructed):
         assert digests(tmp_path, node) == expected
@@ -168,6 +172,6 @@ def test_groups_inside_nodes_and_connections_through_nat_between_them_change_no_
         with Testbed(2, behind_nat=hidden) as testbed:
             outputs = finish(begin(testbed, tmp_path / name, phases, *run, workers=2, script="--like-nccl"))
         found.append([digests(tmp_path / name, node, index) for node in range(2) for index in range(2)])
-    assert "over tcp, and nccl inside nodes" in outputs[0]
-    assert "over tcp, encrypted, and gloo inside the node on" in outputs[1]
+    assert golden.text("links.nccl_inside") in outputs[0]
+    assert golden.text("links.gloo_inside") in outputs[1]
     assert found[0] == found[1]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.testbed import Host, Testbed
+from tests import golden
 
 from .running import FORKS, SCRIPTS, lost, until
 from .test_two_nodes import finish, start
@@ -78,7 +79,7 @@ def test_a_node_that_is_cut_off_is_evicted_and_comes_back_when_the_link_does(tmp
         assert again["generation"] > alone["generation"]
         operator.stop()
         outputs = finish(processes)
-    assert "node1/worker0 was evicted from the run; restarting it" in outputs[1]
+    assert golden.text("crashes.evicted_restarting") in outputs[1]
     results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("node*/node*.json"))]
     assert len(results) == 4
     assert len({result["model"] for result in results}) == 1

@@ -9,6 +9,8 @@ import pytest
 
 from benchmarks.testbed import Testbed
 from lsgd.server.course import SAMPLES
+from lsgd.server.reasons import Why
+from tests import golden
 
 from .running import SCRIPTS, until
 from .test_partition import Operator
@@ -25,9 +27,9 @@ def test_a_run_begins_and_ends_with_short_periods_on_all_workers(cluster) -> Non
     for index in range(2):
         periods = [settings["period"] for _, _, settings in cluster.result(0, index)["turns"]]
         assert [period for period, _ in groupby(periods)] == [1, 2, 4, 8, 4, 2, 1]
-    assert "period 2: the run begins with short periods" in said
+    assert Why.PERIOD(period=2, delay="", reason=Why.WARM()) in said
     assert "period 8: as planned" in said
-    assert "period 1: the run ends with short periods" in said
+    assert Why.PERIOD(period=1, delay="", reason=Why.CLOSING()) in said
 
 
 @pytest.mark.root
@@ -53,4 +55,4 @@ def test_auto_follows_a_link_that_changes(tmp_path: Path) -> None:
         until(lambda: status()["period"] <= 1.5 * fast, f"about {fast} again")
         operator.stop()
         outputs = finish(processes)
-    assert re.search(r"period \d+: a round takes ", outputs[0])
+    assert re.search(golden.pattern("exchange.round_takes"), outputs[0])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import golden
+
 from .running import DEADLINE_S, LIGHT
 
 LSGD = [sys.executable, "-m", "lsgd.client"]
@@ -39,7 +41,7 @@ def test_the_example_trains_without_a_clone_and_leaves_its_script(tmp_path: Path
     changed = lsgd(tmp_path, *again[1:-2], sys.executable, again[-1], LSGD_ITERATIONS="20")
     assert changed.returncode == 0, changed.stdout + changed.stderr
     refused = lsgd(tmp_path, "quickstart", "--run-dir", "first")
-    assert refused.returncode == 1 and "first has a digits.py already" in refused.stderr
+    assert refused.returncode == 1 and golden.text("quickstart.has_digits") in refused.stderr
 
 
 def test_the_shell_completes_what_has_choices(tmp_path: Path) -> None:

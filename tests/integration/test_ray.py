@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import golden
+
 from ..speed import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -54,7 +56,7 @@ def test_a_killed_worker_is_replaced_alone_and_the_global_server_too(out) -> Non
 def test_a_worker_killed_after_the_end_takes_no_report_with_it(out) -> None:
     result = json.loads((out / "kills" / "result.json").read_text())
     assert result == {"metrics": {"consensus": True, "workers": 2}, "saved": "of the first worker"}
-    assert "this worker comes too late, and has nothing to do" in (out / "log").read_text()
+    assert golden.text("integrations.too_late") in (out / "log").read_text()
 
 
 def test_a_lost_node_leaves_fewer_workers_that_resume(out) -> None:
@@ -67,4 +69,4 @@ def test_a_lost_node_leaves_fewer_workers_that_resume(out) -> None:
 def test_mistakes_are_refused_in_words(out) -> None:
     said = "LsgdConfig: argument perod: the algorithm local has no setting 'perod'; did you mean 'period'?"
     assert (out / "setting").read_text() == said
-    assert "report once, at the end" in (out / "kills" / "early").read_text()
+    assert golden.text("integrations.report_once") in (out / "kills" / "early").read_text()

@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests import golden
+
 from ..speed import scaled
 from .running import SCRIPTS
 from .test_island_methods import DELAYED, IN_EACH_STEP
@@ -105,7 +107,7 @@ def test_a_number_that_is_none_in_one_process_counts_for_the_island(islands) -> 
     one, other = islands.train("--ddp", "--do", "spoil", "--at", "15")
     assert one["state"] == other["state"]
     equal_after_each_round(islands.folder, workers=False)
-    assert "all members skip this step" in islands.processes[-2].output
+    assert golden.text("island.skip_step") in islands.processes[-2].output
 
 
 def test_replicas_that_compute_otherwise_get_the_model_of_the_head(islands) -> None:
@@ -113,15 +115,15 @@ def test_replicas_that_compute_otherwise_get_the_model_of_the_head(islands) -> N
     one, other = islands.train("--ddp", "--do", "drift", "--at", "15")
     assert one["state"] == other["state"]
     assert equal_after_each_round(islands.folder, workers=False) > 5
-    assert re.search(r"have computed different models, by \S+e-07 of their length", islands.processes[-1].output)
+    assert re.search(golden.pattern("island.other_models"), islands.processes[-1].output)
 
 
 def test_replicas_that_have_trained_apart_are_told_so(islands) -> None:
     islands.begin(*LOCAL, workers=1)
     for process in islands.island(0, "--ddp", "--do", "part", "--at", "15", "--who", "node0/worker0"):
         assert process.wait() == 1
-        assert re.search(r"have trained apart, by 0\.\d+ of their models' length", process.output), process.output
-        assert "only if the loop calls it" in process.output
+        assert re.search(golden.pattern("island.trained_apart"), process.output), process.output
+        assert golden.text("island.only_if_called") in process.output
 
 
 def test_an_exchange_of_the_head_that_is_cut_fails_the_round_of_all(islands) -> None:
@@ -136,7 +138,7 @@ def test_replicas_with_different_models_are_refused(islands) -> None:
     islands.begin(*LOCAL, workers=1)
     for process in islands.island(0, "--ddp", "--unlike"):
         assert process.wait() == 1
-        assert "process 1 of this island has another model than the head: the parameter 0.weight" in process.output
+        assert golden.text("island.other_parameter") in process.output
 
 
 def test_replicas_and_a_worker_of_one_process_share_a_run(islands) -> None:
@@ -178,8 +180,8 @@ def test_launch_starts_replicas_again_when_one_is_killed(tmp_path) -> None:
     )
     output, _ = launched.communicate(scaled(150))
     assert launched.returncode == 0, output
-    assert re.search(r"node0/worker1 was killed by SIGKILL .* restarting it (in 1 s|now)", output)
-    assert re.search(r"node0/worker1 resumes from .*node0-worker1\.safetensors", output)
+    assert re.search(golden.pattern("island.killed"), output)
+    assert re.search(golden.pattern("island.resumes_from_whole"), output)
     one, other = (json.loads((run / f"node0-worker{worker}.json").read_text()) for worker in (0, 1))
     assert one["state"] == other["state"] and one["world_size"] == 2
     assert output.count("ended well") == 4

@@ -7,6 +7,7 @@ import pytest
 
 from lsgd.protocol.events import RoundOrdered
 from lsgd.run_folder import CHECKPOINTS, checkpoint_path, counts, runs
+from tests import golden
 
 from .running import Cluster, Process
 
@@ -89,17 +90,14 @@ def test_a_run_goes_on_with_other_workers_and_makes_exactly_its_iterations(clust
     more = ("--iterations", str(last + 50))
     servers, workers = start(cluster, 3, *arguments, *more, worker=frozen, **going_on(cluster))
     output = finish(servers, workers, last + 50)
-    assert (
-        f"resumes after {last} iterations, from checkpoints of node0/worker0; "
-        "taking over their model: node0/worker1, node0/worker2"
-    ) in output
+    assert (golden.text("resume.takes_over", last=last)) in output
     assert f"resumes from {checkpoint_path(folder, run, last, 'node0/worker0')}: {last} iterations" in (
         workers[0].output
     )
     assert f"{torn} cannot be read: " in workers[1].output and not half.exists()
     assert f"resumes from {checkpoint_path(folder, run, before, 'node0/worker1')}" in workers[1].output
-    assert "node0/worker2 has no undamaged checkpoint in" in workers[2].output
-    assert "the data is dealt again" in workers[0].output
+    assert golden.text("resume.no_checkpoint") in workers[2].output
+    assert golden.text("resume.dealt_again") in workers[0].output
     # Who has an older checkpoint gets what has changed since, and who has none gets all.
     received = [cluster.result(0, index)["received_nbytes"] for index in range(3)]
     assert max(received[:2]) < 1 << 20 and received[2] > 3 << 20
@@ -130,7 +128,7 @@ def test_a_worker_that_loses_its_servers_saves_its_state(cluster) -> None:
     assert worker.wait() == 75
     run, (count,) = newest(cluster)
     path = checkpoint_path(cluster.folder / CHECKPOINTS, run, count, "node0/worker0")
-    assert f"its state is saved in {path}; when the servers can run again, resume from it" in worker.output
+    assert golden.text("resume.state_saved", path=path) in worker.output
     servers, workers = start(cluster, 1, *every, "--iterations", str(count + 9), **going_on(cluster))
     assert f"resumes after {count} iterations" in finish(servers, workers, count + 9)
 
@@ -150,7 +148,7 @@ def test_a_run_whose_model_is_no_number_fails_and_leaves_its_last_good_checkpoin
     )
     for process in (server, local):  # it left as any other does
         process.succeeds()
-    assert "node0/worker0 leaves: the run is over" in server.output
+    assert golden.text("resume.leaves_over") in server.output
 
     server, locals_ = cluster.start("--workers", "1", *every, "--iterations", "40")
     again = cluster.worker("crash", 0, 0, **going_on(cluster))

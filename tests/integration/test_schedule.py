@@ -17,6 +17,7 @@ from lsgd.client.control import joining
 from lsgd.errors import ConfigError, LsgdError
 from lsgd.learning_rate import factor
 from lsgd.run_folder import CHECKPOINTS
+from tests import golden
 
 from .running import Process
 
@@ -173,7 +174,7 @@ def test_a_resumed_script_has_the_rates_of_its_place_or_is_refused(cluster, monk
     servers, (model, optimizer) = begin(), parts()
     worker = lsgd.wrap(model, optimizer, steps=ITERATIONS)
     scheduler = warm_cosine(optimizer, ITERATIONS)
-    with pytest.raises(LsgdError, match="is at step 28 of 64, with the learning rate of the run's first step"):
+    with pytest.raises(LsgdError, match=golden.pattern("schedulers.at_28_of_64")):
         model(torch.ones(4, 6)).square().mean().backward()
         optimizer.step()
     worker.fails(RuntimeError("as the test wants it"))
@@ -187,5 +188,8 @@ def test_a_resumed_script_has_the_rates_of_its_place_or_is_refused(cluster, monk
 
 def test_a_run_without_an_end_has_no_schedule(here) -> None:
     model, optimizer = parts()
-    with Worker.join(model, optimizer) as worker, pytest.raises(ConfigError, match="needs a run with an end"):
+    with (
+        Worker.join(model, optimizer) as worker,
+        pytest.raises(ConfigError, match=golden.pattern("schedulers.needs_end")),
+    ):
         worker.schedule(optimizer, "cosine")

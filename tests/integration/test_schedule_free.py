@@ -15,6 +15,7 @@ from lsgd.client.control.identity import Identity
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError
 from lsgd.flat import describe
+from tests import golden
 
 from .test_wrap import in_threads
 
@@ -102,5 +103,5 @@ def test_the_weights_to_evaluate_with_are_one_model(cluster, tmp_path: Path, arg
 def test_a_wrapper_that_swaps_weights_within_its_step_is_refused(here) -> None:
     model, _ = made()
     wrapper = ScheduleFreeWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match="use a class of schedulefree of its own, such as AdamWScheduleFree"):
+    with pytest.raises(ConfigError, match=golden.pattern("integrations.own_class")):
         Worker.join(model, wrapper)

@@ -14,6 +14,7 @@ import pytest
 from lsgd.client.control.identity import Identity
 from lsgd.client.control.solo import Solo, is_alone
 from lsgd.errors import ConfigError
+from tests import golden
 
 from ..check.scripts import start
 from ..speed import scaled
@@ -98,10 +99,7 @@ def test_it_trains_by_the_plan_and_says_so_in_one_line(folder, loops) -> None:
     made = 24 if loops else 40
     assert f"\nmade {made} 1 5 over" in script.output
     (line,) = re.findall("^.* runs alone.*$", script.output, re.MULTILINE)
-    assert line == (
-        "lsgd: no server found: this script runs alone, as one worker (its plan's workers = 4 is ignored); "
-        f"to run with others: lsgd launch -- python my_script.py{''.join(f' {x}' for x in loops)}"
-    )
+    assert line == (golden.text("solo.alone", arguments="".join(f" {x}" for x in loops)))
 
 
 @pytest.mark.slow
@@ -118,7 +116,7 @@ def test_a_fork_of_the_script_has_no_part_in_the_run(folder) -> None:
 def test_a_script_that_does_not_train_in_the_run_is_said_with_a_code_of_its_own(folder) -> None:
     script = Script(folder, "3", script=TRAIN.replace("worker.batches(loader)", "loader"))
     assert script.ends() == 78, script.output
-    assert "worker0 has trained nothing: its optimizers have stepped 24 times outside of the run" in script.output
+    assert golden.text("solo.trained_nothing") in script.output
 
 
 @pytest.mark.slow
@@ -126,9 +124,7 @@ def test_a_script_that_does_not_train_in_the_run_is_said_with_a_code_of_its_own(
 def test_a_script_that_is_killed_leaves_nothing(folder, number) -> None:
     script = Script(folder)
     script.trains()
-    assert (
-        "its plan has no iterations or seconds, so it ends with its loop, or by Ctrl-C without saving" in script.output
-    )
+    assert golden.text("solo.no_end") in script.output
     assert script.left() == [script.process.pid] and not os.listdir(script.folder / "tmp")
     os.kill(script.process.pid, number)
     assert script.ends() != 0

@@ -14,6 +14,7 @@ from torch import nn
 from lsgd.client import Worker
 from lsgd.client.control.identity import Identity
 from lsgd.errors import LsgdError
+from tests import golden
 
 CLIENT_PAGE = Path(__file__).parents[2] / "docs" / "guides" / "client.md"
 BATCH = torch.ones(4, 6)
@@ -205,7 +206,7 @@ def test_two_workers_share_a_stream(cluster) -> None:
 def test_a_stream_that_has_ended_for_good_ends_the_loop_with_an_error(here) -> None:
     loop, made = Loop(), (BATCH * (1 + n) for n in range(5))
     with Worker.join(loop.model, loop.optimizer) as worker:
-        with pytest.raises(LsgdError, match="it has ended for good"):
+        with pytest.raises(LsgdError, match=golden.pattern("loop.ended_for_good")):
             while not worker.stopped:
                 for x in worker.batches(worker.shard(made)):
                     loop.step(x)
@@ -228,14 +229,14 @@ def test_no_batch_of_a_loader_with_a_wrong_length_is_lost(here) -> None:
 
 def test_steps_in_the_wrong_order_are_errors_that_say_so(here) -> None:
     loop = Loop()
-    with pytest.raises(LsgdError, match=r"begin_step\(\) again before end_step\(\)"):
+    with pytest.raises(LsgdError, match=golden.pattern("loop.begin_again")):
         with Worker.join(loop.model, loop.optimizer) as worker:
             worker.begin_step()
             worker.begin_step()
     with pytest.raises(LsgdError, match=r"end_step\(\) without begin_step\(\)"):
         with Worker.join(loop.model, loop.optimizer) as worker:
             worker.end_step()
-    with pytest.raises(LsgdError, match=r"has left the run; .*begin_step\(\).* belong inside the with block"):
+    with pytest.raises(LsgdError, match=golden.pattern("loop.steps_inside")):
         worker.begin_step()
     for steps_before in (0, 1):
         with pytest.raises(LsgdError, match=r"optimizer.step\(\) after worker.pause\(\)"):

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.testbed import Testbed
 from lsgd.run_folder import JOURNAL
+from tests import golden
 
 from .running import SCRIPTS, Fork, until
 from .test_failover import PLAN, says, steps
@@ -75,7 +76,9 @@ def test_a_link_that_is_down_for_a_moment_moves_no_node_and_no_worker(tmp_path: 
         launchers[0].terminate()
         outputs = finish(launchers)
     assert "restarting it" not in "".join(outputs)
-    assert not any(says(tmp_path / name / f"{name}.log", "serves the run from now on") for name in ("node1", "node2"))
+    assert not any(
+        says(tmp_path / name / f"{name}.log", golden.text("failover.some_serves")) for name in ("node1", "node2")
+    )
 
 
 def test_a_server_that_starts_too_late_ends_with_the_run(tmp_path: Path) -> None:
@@ -89,4 +92,4 @@ def test_a_server_that_starts_too_late_ends_with_the_run(tmp_path: Path) -> None
         until(partial(says, tmp_path / "node1" / "node1.log", "serves the run from now on"), "node 1 serves the run")
         launchers[1].terminate()
         finish(launchers[1:])
-    assert not says(tmp_path / "node2" / "node2.log", "node2 serves the run from now on")
+    assert not says(tmp_path / "node2" / "node2.log", golden.text("failover.serves", node="node2"))

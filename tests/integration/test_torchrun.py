@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lsgd.server.reasons import Why
+from tests import golden
+
 from ..speed import scaled
 from .running import FORKS, LIGHT
 
@@ -21,7 +24,7 @@ def test_each_process_of_torchrun_is_a_worker(cluster) -> None:
     done = FORKS.popen([*COMMAND, str(PLAIN)], env=environ)
     output, _ = done.communicate(scaled(90))
     assert done.returncode == 0, output
-    assert "all 40 iterations are done; 40 iterations" in server.succeeds()
+    assert f"{Why.ALL_MADE(limit=40)}; 40 iterations" in server.succeeds()
     workers = [cluster.result(0, i) for i in range(2)]  # node0/worker0 and node0/worker1, by LOCAL_RANK
     assert workers[0]["rank"] != workers[1]["rank"]
 
@@ -37,4 +40,4 @@ def test_without_servers_torchrun_shows_what_to_type(tmp_path) -> None:
     }
     done = subprocess.run([sys.executable, str(PLAIN)], env=environ, capture_output=True, text=True, timeout=scaled(60))
     assert done.returncode == 1
-    assert re.search(r"JoinError: no local server answers at .*: lsgd launch -- python .*train\.py", done.stderr)
+    assert re.search(golden.pattern("joining.command"), done.stderr)

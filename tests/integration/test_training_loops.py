@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lsgd.client import Worker
 from lsgd.errors import ConfigError, JoinError, LsgdError
+from tests import golden
 
 LENGTH = 96
 BATCH = 8
@@ -294,7 +295,7 @@ def test_a_step_after_a_pause_in_the_same_turn_is_an_error(here) -> None:
         plain(optimizer)(*_)
 
     with (
-        pytest.raises(LsgdError, match=r"worker.pause\(\).* call them after the step"),
+        pytest.raises(LsgdError, match=golden.pattern("loop.pause_after")),
         Worker.join(model, optimizer) as worker,
     ):
         train(worker, model, step, turns=5)
@@ -316,13 +317,13 @@ def test_batches_outside_the_with_block_is_an_error(here) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with Worker.join(model, optimizer) as worker:
         loader = worker.loader(dataset(), batch_size=BATCH)
-    with pytest.raises(LsgdError, match=r"has left the run; batches\(\), .* belong inside the with block"):
+    with pytest.raises(LsgdError, match=golden.pattern("loop.batches_inside")):
         next(iter(worker.batches(loader)))
 
 
 def test_an_optimizer_of_other_parameters_is_refused(here) -> None:
     optimizer = torch.optim.SGD(network().parameters(), lr=0.05)
-    with pytest.raises(ConfigError, match="SGD has a parameter that is not the model's"):
+    with pytest.raises(ConfigError, match=golden.pattern("loop.foreign_parameter")):
         Worker.join(network(), optimizer)
 
 
@@ -332,7 +333,7 @@ def test_a_second_worker_of_the_same_name_is_refused(here) -> None:
     with Worker.join(model, optimizer) as worker:
         train(worker, model, plain(optimizer), turns=1)
         other = network()
-        with pytest.raises(JoinError, match="node0/worker0 is already in the run"):
+        with pytest.raises(JoinError, match=golden.pattern("loop.already_in")):
             Worker.join(other, torch.optim.SGD(other.parameters(), lr=0.05))
         train(worker, model, plain(optimizer), turns=1)
 

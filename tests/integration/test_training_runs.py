@@ -12,6 +12,8 @@ from lsgd.client.control import joining
 from lsgd.errors import JoinError
 from lsgd.protocol.events import WorkerJoined
 from lsgd.protocol.messages import PROTOCOL, ChangeSettings, Status
+from lsgd.server.reasons import Why
+from tests import golden
 
 from .running import Cluster, Process, until
 from .test_crashes import finish
@@ -52,7 +54,7 @@ def test_two_nodes_train_to_one_consensus_and_every_step_counts(cluster) -> None
     assert len({r["distance"] for r in results}) == 1 and results[0]["distance"] > 0
     assert steps(cluster) == {f"node{n}/worker{i}": cluster.result(n, i)["iterations"] for n, i in places}
     assert sum(steps(cluster).values()) == 600
-    assert "the run is over: all 600 iterations are done; 600 iterations" in server.output
+    assert f"{Why.ENDED(reason=Why.ALL_MADE(limit=600))}; 600 iterations" in server.output
 
     # The learning rate follows the progress of the whole run, whatever share of it a worker makes.
     for result in results:
@@ -71,10 +73,13 @@ def test_a_worker_that_fails_or_breaks_gives_its_grant_back(cluster, flag) -> No
     if flag == "--fail-at":
         assert bad.wait() == 1
         assert "RuntimeError: the data is bad" in bad.output
-        assert "node0/worker1 leaves: failed: RuntimeError: the data is bad (20 iterations)" in server.output
+        assert (
+            Why.LEAVES(worker="node0/worker1", reason=Why.FAILED(error="RuntimeError: the data is bad"), done=20)
+            in server.output
+        )
     else:
         bad.succeeds()
-        assert "node0/worker1 leaves: its training loop ended (19 iterations)" in server.output
+        assert Why.LEAVES(worker="node0/worker1", reason="its training loop ended", done=19) in server.output
     assert steps(cluster)["node0/worker1"] == (20 if flag == "--fail-at" else 19)
     assert sum(steps(cluster).values()) - cluster.lost == 300
     assert "300 iterations" in server.output
@@ -152,7 +157,7 @@ def test_one_group_trains_on_while_another_waits_for_its_local_round(cluster) ->
     }
     assert during[0, 0] <= 16  # what its group's queue still had
     assert during[1, 0] > 20 and during[1, 1] > 20
-    assert {"0", "1"} == set(re.findall(r"local round \d+ of node(\d)", server.output))  # not each has a line
+    assert {"0", "1"} == set(re.findall(golden.pattern("runs.local_round"), server.output))  # not each has a line
     assert cluster.result(0, 0)["status"]["rounds_local"] > 20
 
 
@@ -189,7 +194,7 @@ def test_a_newcomer_takes_part_until_it_is_interrupted(cluster) -> None:
     assert len(cluster.generation(3).members) == 1
     server.send(signal.SIGTERM)
     end_well(first, *locals_, server)
-    assert "node0/worker1 leaves: failed: KeyboardInterrupt" in server.output
+    assert golden.text("runs.interrupted") in server.output
     made = steps(cluster)
     done = {m["worker"]: m["done"] for m in cluster.result(0, 0)["status"]["members"]}
     assert done["node0/worker0"] == made["node0/worker0"]
@@ -218,7 +223,7 @@ def test_a_signal_to_a_local_server_takes_its_node_out_and_the_others_go_on(clus
     leaves.send(signal.SIGTERM)
     end_well(two, leaves)
     assert cluster.result(1, 0)["stopped"]
-    assert "the local server of node1 got SIGTERM" in two.output
+    assert golden.text("runs.local_sigterm") in two.output
     count = cluster.status()["count"]
     until(lambda: cluster.status()["count"] > count + 50, "the other one goes on")
     again = cluster.start_local(1)  # at once, under the same index
@@ -238,7 +243,7 @@ def test_a_run_by_time_with_a_worker_that_no_one_should_follow(cluster) -> None:
     assert isinstance(cluster.ask(ChangeSettings({"seconds": str(seconds)})), Status)
     end_well(*workers, *locals_, server)
     result = cluster.result(0, 0)
-    assert f"the run is over: the time of {seconds:g} s is over" in server.output
+    assert Why.ENDED(reason=Why.TIME_OVER(seconds=seconds)) in server.output
     assert result["status"]["seconds"] >= seconds
     leaders = result["status"]["leaders"]
     assert len(leaders) > 3
@@ -284,10 +289,10 @@ def test_two_workers_with_the_same_data_are_an_error_that_names_both_on_both(clu
     told = r"worker\d ends with exit code 77: node0/worker(\d) and node0/worker(?!\1)\d draw the same batches"
     for worker in workers:
         assert worker.wait() == 77
-        assert "this DataLoader is not sharded" in worker.output
+        assert golden.text("data.not_sharded") in worker.output
         assert re.search(told, worker.output) and "Traceback" not in worker.output, worker.output
     assert server.wait() == 1
-    assert re.search(r"node0/worker(\d) and node0/worker(?!\1)\d draw the same batches", server.output)
+    assert re.search(golden.pattern("runs.both_draw"), server.output)
     end_well(*locals_)
 
 
@@ -297,7 +302,7 @@ def test_without_servers_a_join_fails_in_5_s_with_the_line_to_type(cluster, monk
     monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
     assert joining.FIND_WITHIN_S < 5
     monkeypatch.setattr(joining, "FIND_WITHIN_S", 0.5)
-    with pytest.raises(JoinError, match=r"servers: lsgd launch -- python .* --local --node N --connect .* --global"):
+    with pytest.raises(JoinError, match=golden.pattern("runs.start_servers")):
         Worker.join(model, optimizer)
     monkeypatch.undo()
     monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
@@ -320,6 +325,6 @@ def test_a_join_says_for_whom_it_waits(cluster, monkeypatch) -> None:
     server, _ = cluster.start("--workers", "3", "--join-timeout-s", "2")
     monkeypatch.setenv("LSGD_LOCAL", cluster.local_address(0))
     model = torch.nn.Linear(2, 1)
-    with pytest.raises(JoinError, match="1 of 3 workers have joined; start the others, or a run of fewer"):
+    with pytest.raises(JoinError, match=golden.pattern("runs.too_few")):
         Worker.join(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert server.poll() is None

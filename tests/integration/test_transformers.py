@@ -15,6 +15,8 @@ import torch
 
 from lsgd.client.checkpoint.file import pack, unpack
 from lsgd.errors import ConfigError
+from lsgd.server.reasons import Why
+from tests import golden
 
 from .running import Cluster, ForkServer, check_trainers_without_an_end, train_two
 
@@ -44,7 +46,7 @@ def test_two_trainers_train_one_model(cluster, algorithm) -> None:
     plan = ["--algorithm", algorithm, "--iterations", "60"]
     plan += ["--period", "9"] if algorithm == "local" else []  # all make a step after the round at 54 of 60
     output, workers = train(cluster, plan, "--micro-batches", 2)
-    assert "all 60 iterations are done; 60 iterations" in output and "failed" not in output
+    assert f"{Why.ALL_MADE(limit=60)}; 60 iterations" in output and "failed" not in output
     assert [w["steps"] for w in workers] == [w["iterations"] for w in workers]
     assert sum(w["iterations"] for w in workers) == 60 and all(w["stopped"] for w in workers)
     assert workers[0]["final"] == workers[1]["final"]
@@ -115,7 +117,11 @@ def test_trainers_that_stop_before_the_run_leave_with_a_consensus(cluster) -> No
     assert [w["steps"] for w in workers] == [w["iterations"] for w in workers] == [7, 7]
     assert workers[0]["final"] == workers[1]["final"]
     assert workers[0]["rates"][-1] == pytest.approx(0.02 / 7)
-    assert all("leaves after 7 steps of its own" in p.output for p in cluster.processes if p.name.startswith("worker"))
+    assert all(
+        golden.text("integrations.leaves_after", count=7) in p.output
+        for p in cluster.processes
+        if p.name.startswith("worker")
+    )
 
 
 def test_without_an_end_in_the_plan_all_trainers_have_the_consensus(cluster) -> None:
@@ -150,8 +156,11 @@ def test_an_exception_in_training_leaves_the_run_which_goes_on(cluster) -> None:
     assert failing.wait() == 1
     other.succeeds()
     output = server.succeeds()
-    assert "node0/worker0 leaves: failed: RuntimeError: as the test wants it (3 iterations)" in output
-    assert re.search(r"makes the consensus: mean training loss [\d.]+", output)  # what the Trainer computed
+    assert (
+        Why.LEAVES(worker="node0/worker0", reason=Why.FAILED(error="RuntimeError: as the test wants it"), done=3)
+        in output
+    )
+    assert re.search(golden.pattern("integrations.makes_consensus"), output)  # what the Trainer computed
     assert cluster.result(0, 1)["iterations"] == 17
 
 
@@ -175,7 +184,7 @@ def test_what_cannot_be_a_worker_is_refused(monkeypatch, tmp_path) -> None:
     integration = importlib.import_module(MODULE)
     with monkeypatch.context() as environment:
         environment.setenv("WORLD_SIZE", "2")
-        with pytest.raises(ConfigError, match=r"with WORLD_SIZE in the environment .*lsgd launch"):
+        with pytest.raises(ConfigError, match=golden.pattern("integrations.in_environment", name="WORLD_SIZE")):
             integration.LsgdCallback()
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     integration.check(arguments)

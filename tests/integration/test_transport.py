@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from lsgd.protocol.keys import KeyRing, node_name, token_path
+from lsgd.server.reasons import Why
+from tests import golden
 
 from .running import Cluster
 from .test_algorithms import digests, end_well
@@ -33,7 +35,7 @@ def train(cluster: Cluster, folder: Path, algorithm: str, transport: str, *, key
     end_well(*workers, *locals_, server)
     over = {"auto": "tcp", "nccl": "gloo"}.get(transport, transport) + (", encrypted" if keys else "")
     for worker in workers:
-        assert re.search(rf"generation 1: rank \d of 2, over {over} on 127", worker.output), worker.output
+        assert re.search(golden.pattern("links.rank_over", over=over), worker.output), worker.output
     return [cluster.result(*place) for place in PLACES]
 
 
@@ -79,7 +81,7 @@ def test_workers_that_are_killed_free_the_others_inside_their_node_and_between_n
         (3, "2 workers on 2 nodes, over tcp"),
     ):
         assert f"generation {number}: {words}" in server.output
-    assert "over tcp, and gloo inside the node" in survivors[0].output
+    assert golden.text("links.gloo_inside_node") in survivors[0].output
     assert cluster.result(0, 0)["final"] == cluster.result(1, 1)["final"]
 
 
@@ -91,5 +93,5 @@ def test_a_worker_that_is_killed_frees_the_other_from_a_group_of_torch(cluster) 
     victim = cluster.worker("steps", 1, 0, "--like-nccl", "--die-at", "21")
     assert victim.wait() == -signal.SIGKILL
     end_well(survivor, *locals_, server)
-    assert "generation 2: 1 worker on 1 node, over nccl" in server.output
+    assert Why.GENERATION(number=2, workers="1 worker", nodes="1 node", transport="nccl", why="") in server.output
     assert cluster.result(0, 0)["loss"] < 1.0

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed import Host, Testbed
+from tests import golden
 
 from ..needs import needs_nat
 from .running import LIGHT, SCRIPTS, until
@@ -150,7 +151,7 @@ def test_without_multicast_with_an_address_and_against_those_who_guess_or_kill(t
         guess = guesser.start("-c", GUESS, alpha.host.address)
         assert guess.ends() == 0 and "three wrong codes" in guess.output
         assert attacked.ends() == 1 and "three wrong codes" in attacked.output
-        assert seen.ends() == 0 and "no machine of this network" in seen.output
+        assert seen.ends() == 0 and golden.text("up.no_machine") in seen.output
 
         second = beta.up("--at", alpha.host.address)
         second.says("waits for .* to answer")

@@ -14,6 +14,7 @@ from lsgd.protocol.messages import StopRun
 from lsgd.watch import terminal as operate
 from lsgd.watch.reader import Reader
 from lsgd.watch.view import RunView
+from tests import golden
 
 from .running import DEADLINE_S, LIGHT
 from .test_crashes import EVERY, JournaledRun, kill
@@ -118,5 +119,5 @@ def test_a_read_never_takes_longer_than_told_where_nobody_answers(monkeypatch: p
         for _ in range(3):
             assert not reader.read(0.05).connected
     monkeypatch.setattr("lsgd.watch.reader.ANSWER_WITHIN_S", 0.2)
-    with pytest.raises(JoinError, match=r"no global server answers at tcp://127.0.0.1:9"):
+    with pytest.raises(JoinError, match=golden.pattern("operate.no_answer_9")):
         next(operate.watch("tcp://127.0.0.1:9"))

@@ -27,6 +27,7 @@ from lsgd.errors import ConfigError, EvictedError, JoinError, LsgdError, NotTrai
 from lsgd.flat import describe
 from lsgd.protocol.messages import LOOP_ENDED, StopRun
 from lsgd.run_folder import checkpoint_path, counts, runs
+from tests import golden
 
 from ..speed import scaled
 from .test_steps import ALGORITHMS, BATCH, network
@@ -134,7 +135,7 @@ def test_a_worker_that_makes_no_step_has_trained_nothing(cluster) -> None:
         return ""
 
     idle, other = in_threads(cluster, train)
-    assert "node0/worker0 has trained nothing: its loop has ended without an iteration." in idle and not other
+    assert golden.text("wrap.nothing_by_loop") in idle and not other
 
 
 @pytest.mark.parametrize("block", [True, False], ids=["with", "hooks"])
@@ -151,7 +152,7 @@ def test_a_worker_of_a_run_that_has_ended_without_it_says_so(cluster, monkeypatc
         else:
             script.worker.finish()
     assert raised.value.code == NotTrainedError.exit_code
-    assert "has trained nothing: the run has ended before its first iteration was complete: enough." in caplog.text
+    assert golden.text("wrap.nothing_by_end") in caplog.text
 
 
 @pytest.mark.parametrize("arguments", ALGORITHMS)
@@ -272,7 +273,7 @@ def test_gradients_cannot_be_exchanged_without_a_forward_of_the_model(cluster, m
     join_here(cluster, monkeypatch, "--algorithm", "allreduce")
     script = Script(steps=3)
     script.model.forward(BATCH)[1].backward()
-    with pytest.raises(LsgdError, match=r"without a forward pass of the wrapped model, in which allreduce begins"):
+    with pytest.raises(LsgdError, match=golden.pattern("wrap.no_forward")):
         script.optimizer.step()
     script.worker.fails(RuntimeError())
 
@@ -283,7 +284,7 @@ def test_micro_batches_that_are_all_exchanged_are_said_once(cluster, monkeypatch
     with caplog.at_level(logging.WARNING, logger="lsgd"):
         for _ in range(4):
             script.step(micro_batches=3)
-    assert sum("pass accumulate=N to lsgd.wrap" in message for message in caplog.messages) == 1
+    assert sum(golden.text("wrap.accumulate") in message for message in caplog.messages) == 1
     assert script.worker.finish() and script.worker.iterations == 4
 
 
@@ -370,7 +371,7 @@ def test_an_iteration_of_two_optimizers_ends_when_both_have_stepped(here, caplog
             model(0).backward()
             both[0].step()
     (message,) = caplog.messages
-    assert "in which SGD has not stepped" in message
+    assert golden.text("wrap.not_stepped") in message
     worker.__exit__(None, None, None)
 
 
@@ -384,9 +385,7 @@ def test_after_the_end_of_the_run_the_loop_changes_nothing(cluster, monkeypatch,
             script.step()
             script.evaluate()
     (message,) = [m for m in caplog.messages if "change nothing" in m]
-    assert (
-        "the run has ended after 5 iterations of this worker" in message and "3 more of this script's steps" in message
-    )
+    assert golden.text("wrap.ended_after") in message and golden.text("wrap.three_more_steps") in message
     assert script.worker.stopped and script.worker.mean({"val": 2.0}) == {"val": 2.0}
     script.worker.barrier()
     assert script.worker.finish()
@@ -545,7 +544,7 @@ def test_equal_inputs_on_two_workers_are_refused(cluster) -> None:
         return ""
 
     for said in in_threads(cluster, train):
-        assert "draw the same batches, so one of them learns nothing new" in said
+        assert golden.text("wrap.nothing_new") in said
 
 
 def test_a_loss_is_found_or_reported(script) -> None:
@@ -602,7 +601,7 @@ def test_a_script_without_finish_is_told_so(here, script, caplog) -> None:
     with caplog.at_level(logging.ERROR, logger="lsgd"):
         script.worker.at_exit()
     (message,) = caplog.messages
-    assert "the script ends after 2 steps without worker.finish()" in message
+    assert golden.text("wrap.no_finish") in message
     assert here.status()["members"][0]["reason"] == LOOP_ENDED, "by which the launcher knows that it left too early"
 
 
@@ -637,7 +636,7 @@ def test_the_first_worker_saves_nothing_if_the_others_have_made_the_last_round_w
             return worker.has_consensus, worker.first, worker.is_head
 
     assert in_threads(cluster, train) == [(False, False, True), (True, True, True)]
-    assert "the others have made the last round without node0/worker0: its model is its own" in caplog.text
+    assert golden.text("wrap.last_round_without") in caplog.text
 
 
 def test_errors_that_nothing_handles_set_the_exit_code(script, monkeypatch) -> None:
@@ -677,7 +676,7 @@ def test_finish_gives_up_after_its_time(cluster, caplog) -> None:
 
     assert in_threads(cluster, train) == [False, True]
     assert any(
-        "leaves without the run's consensus" in message and "node0/worker1, still in the loop" in message
+        golden.text("wrap.leaves_without") in message and golden.text("wrap.still_in_loop") in message
         for message in caplog.messages
     )
 
@@ -685,7 +684,7 @@ def test_finish_gives_up_after_its_time(cluster, caplog) -> None:
 def test_torch_distributed_around_a_model_that_is_not_shared_is_refused(monkeypatch) -> None:
     for name, value in (("is_initialized", True), ("get_world_size", 4)):
         monkeypatch.setattr(torch.distributed, name, lambda value=value: value)
-    with pytest.raises(ConfigError, match=r"initialized with 4 processes, but its model is not shared .*--torchrun"):
+    with pytest.raises(ConfigError, match=golden.pattern("wrap.not_shared")):
         Script()
 
 
@@ -756,7 +755,7 @@ def test_a_shard_of_a_shard_is_one_of_the_whole(cluster) -> None:
         part = worker.shard(Stream())
         assert worker.shard(part) is part
         seen["stream"] = [float(x) for batch in worker.loader(part, batch_size=5) for x in batch.flatten()]
-        with pytest.raises(ConfigError, match=r"to divide a DataLoader, use worker.shard\(loader\)"):
+        with pytest.raises(ConfigError, match=golden.pattern("wrap.use_shard")):
             worker.loader(loaders["own"])
         for _ in range(2):
             script.step()
@@ -840,7 +839,7 @@ def test_a_loop_that_begins_passes_forever_is_ended(cluster, monkeypatch) -> Non
     join_here(cluster, monkeypatch, "--iterations", "8")
     script = Script(steps=1000)
     loader = script.worker.shard(DataLoader(DATA, batch_size=4))
-    with pytest.raises(LsgdError, match="the run has ended, and this loop has begun 1000 passes over its data since"):
+    with pytest.raises(LsgdError, match=golden.pattern("wrap.many_passes")):
         while script.worker.step < script.worker.steps:
             for x in loader:
                 script.step(x)

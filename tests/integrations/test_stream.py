@@ -23,6 +23,7 @@ from lsgd.client.data.shards import ShardSampler
 from lsgd.client.data.trainers import Endless, TrainerData
 from lsgd.errors import ConfigError, ExchangeError
 from lsgd.integrations.shared import is_saver, state_of_run
+from tests import golden
 
 from ..samplers import Turning
 
@@ -70,7 +71,7 @@ def test_another_number_of_workers_or_other_data_begins_a_new_epoch(size, length
     assert drawn == expected.shard()[0]
     again.consume(1)
     assert again.state_dict() == {"epoch": epoch, "consumed": 1, "seed": 3, "length": length, "place": [0, size]}
-    assert f"the data is dealt again, from epoch {epoch} on" in caplog.text
+    assert golden.text("data.dealt_from", epoch=epoch) in caplog.text
 
 
 def test_a_worker_goes_on_in_its_own_shard_where_the_one_that_saved_was(caplog) -> None:
@@ -114,7 +115,7 @@ def test_the_weights_of_a_sampler_count():
 
 
 def test_a_sampler_with_fewer_samples_than_workers_is_an_error():
-    with pytest.raises(ConfigError, match="fewer samples than there are workers"):
+    with pytest.raises(ConfigError, match=golden.pattern("data.fewer_samples")):
         deal(SubsetRandomSampler([7]), range(20))
 
 
@@ -240,7 +241,7 @@ def test_a_stream_that_other_processes_read_has_no_position_and_says_so(caplog):
     assert data.state_dict() == {"loaders": [None]}
     assert not caplog.messages
     data.load_state_dict({"loaders": [None]})
-    assert "its pass begins again. With num_workers=0 it goes on where it was" in caplog.text
+    assert golden.text("data.begins_again") in caplog.text
 
 
 class NoEnd(Sampler[int]):

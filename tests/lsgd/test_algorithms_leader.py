@@ -7,6 +7,7 @@ import torch
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.errors import ExchangeError
 from lsgd.testing.simulation import SimulatedWorker, simulate
+from tests import golden
 
 from .reference import Exchange, LeaderReference, Problem
 from .training import TorchWorker, make_round, relative_error
@@ -205,7 +206,7 @@ def test_a_leader_that_is_not_finite_is_refused(caplog):
     for worker in workers:
         assert torch.equal(torch.cat(worker.algorithm.global_leader), start)
     assert np.isfinite(workers[0].model).all() and np.isfinite(workers[2].model).all()
-    assert "the global leader has a model that is not finite" in caplog.text
+    assert golden.text("exchange.nonfinite_global_leader") in caplog.text
 
 
 def test_a_new_generation_starts_with_the_source_s_leader():

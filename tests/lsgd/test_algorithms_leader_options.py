@@ -10,6 +10,7 @@ import torch
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.errors import ExchangeError
 from lsgd.testing.simulation import simulate
+from tests import golden
 
 from ..speed import scaled
 from .reference import Exchange, Problem, Worker, close_to, decode, nodes_of
@@ -171,7 +172,7 @@ def test_a_leader_that_is_not_finite_is_refused(compression, caplog):
     workers = simulate([2, 1], member)
     for worker in workers:
         assert torch.equal(torch.cat(worker.algorithm.global_leader), torch.from_numpy(worker.problem.start))
-    assert caplog.text.count("the global leader has a model that is not finite") == 3
+    assert caplog.text.count(golden.text("exchange.nonfinite_global_leader")) == 3
 
 
 def test_a_delayed_transfer_runs_beside_training():

@@ -7,6 +7,7 @@ import torch
 from lsgd.algorithms.low_precision_decentralized import LowPrecisionDecentralizedSettings
 from lsgd.errors import ExchangeError
 from lsgd.testing.simulation import simulate
+from tests import golden
 
 from .reference import Problem, Worker, close_to, decode, nodes_of
 from .training import SPLIT, Recording, TorchWorker, make_round, relative_error, train
@@ -127,7 +128,7 @@ def test_what_is_not_finite_is_refused(hierarchical, anew, caplog):
         return worker.model
 
     assert np.isfinite(simulate([2, 1], member)).all()
-    assert caplog.text.count("this worker's model is not finite") == 1
+    assert caplog.text.count(golden.text("island.nonfinite_model")) == 1
 
 
 def test_a_failed_exchange_has_not_happened():

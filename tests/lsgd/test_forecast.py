@@ -6,6 +6,7 @@ import pytest
 
 from lsgd.plan.forecast import FEW_ROUNDS, forecast, planned_rounds
 from lsgd.plan.plan import Plan, assemble
+from tests import golden
 
 RAMPS = {"warm_share": 0.2, "closing_share": 0.1}
 PHASES = [{"name": "allreduce", "iterations": 100}, {"name": "leader", "period": 16}]
@@ -62,19 +63,16 @@ def test_each_advice_makes_enough_rounds(table) -> None:
 
 def test_the_words() -> None:
     assert forecast(plan(workers=2, iterations=1000, algorithm={"name": "leader", "period": 64}), 2) == [
-        "by its plan this run makes about 9 global rounds: one for every 64 iterations of each worker",
-        "that is few: workers that exchange their models so rarely learn little from one another; type "
-        "LSGD_PERIOD=16 before the command to exchange more often, or LSGD_ITERATIONS=2500 to train longer",
+        golden.text("forecast.rounds_9"),
+        golden.text("forecast.few_rounds"),
     ]
     (line,) = forecast(plan(workers=2, seconds=60, algorithm={"name": "leader", "period": 64}), 2)
-    assert line == (
-        "how many global rounds this run makes depends on its speed: one for every 64 iterations of each worker"
-    )
+    assert line == (golden.text("forecast.by_speed"))
     (line,) = forecast(plan(workers=1, seconds=60, iterations=100, algorithm={"name": "leader"}), 1)
-    assert " at most, fewer if 60 s are over first: " in line
+    assert golden.text("forecast.at_most") in line
     (line,) = forecast(plan(workers=2, iterations=2000, algorithm={"name": "leader", "period": 64} | RAMPS), 2)
-    assert line.endswith(" about 45 global rounds: one for every 64 iterations of each worker, more on its ramps")
+    assert line.endswith(golden.text("forecast.on_ramps"))
     assert len(forecast(plan(workers=2, iterations=10, algorithm={"name": "allreduce"}), 2)) == 1
     assert forecast(plan(workers=2, algorithm={"name": "leader"}), 2) == []
     (line,) = forecast(plan(workers=2, iterations=1000), 2)
-    assert "depends on its network" in line and "how long an exchange takes" in line
+    assert golden.text("forecast.by_network") in line and golden.text("forecast.exchange_time") in line

@@ -35,6 +35,7 @@ from lsgd.protocol.messages import (
     encode,
     kind_of,
 )
+from tests import golden
 
 from ..search import examples
 
@@ -201,9 +202,9 @@ def test_a_wrong_field_deep_inside_is_named() -> None:
     go = Go(1, ROUND, 0.5)
     kind, seq, round, *rest = msgpack.unpackb(encode(go))
     round[1][1] = ["a", 2]
-    with pytest.raises(ProtocolError, match=r"^Generation\.nodes cannot be a tuple$"):
+    with pytest.raises(ProtocolError, match=golden.pattern("messages.no_tuple")):
         decode(msgpack.packb([kind, seq, round, *rest]))
-    with pytest.raises(ProtocolError, match=r"^Round with 2 fields instead of 14$"):
+    with pytest.raises(ProtocolError, match=golden.pattern("messages.fields_2_of_14")):
         decode(msgpack.packb([kind, seq, round[:2], *rest]))
 
 
@@ -214,7 +215,9 @@ def test_the_number_of_fields_is_exact(cls: type, change: int) -> None:
     count = len(dataclasses.fields(cls)) + change
     if count < 0:
         return
-    with pytest.raises(ProtocolError, match=f"^{cls.__name__} with {count} fields instead of {count - change}$"):
+    with pytest.raises(
+        ProtocolError, match=golden.pattern("messages.fields", kind=cls.__name__, count=count, wanted=count - change)
+    ):
         decode(msgpack.packb([kind, *[PROTOCOL] * count]))
 
 
@@ -246,7 +249,7 @@ def test_what_is_no_messagepack_of_ours_says_so(frame: bytes, reason: str) -> No
 
 @pytest.mark.parametrize("items", [[], 0, None, "Refused", {}, [True], ["0"], [-1], [len(CLASSES)], [0.0], [[]]])
 def test_a_frame_that_starts_with_no_kind(items: object) -> None:
-    with pytest.raises(ProtocolError, match=r"^a frame that does not start with a known kind of message$"):
+    with pytest.raises(ProtocolError, match=golden.pattern("messages.unknown_kind")):
         decode(msgpack.packb(items))
 
 
@@ -258,7 +261,9 @@ def test_kind_of_nothing(frame: bytes) -> None:
 def test_size_is_capped_before_parsing() -> None:
     largest = encode(Refused("x" * (MAX_NBYTES - 7)))
     assert len(largest) == MAX_NBYTES and decode(largest)
-    with pytest.raises(ProtocolError, match=f"^a frame of {MAX_NBYTES + 1} bytes, more than the {MAX_NBYTES} "):
+    with pytest.raises(
+        ProtocolError, match=golden.pattern("messages.too_long", nbytes=MAX_NBYTES + 1, limit=MAX_NBYTES)
+    ):
         decode(largest + b"x")
 
 
@@ -284,7 +289,7 @@ def test_a_generation_whose_numbers_do_not_agree_is_refused(change: dict[str, tu
 @pytest.mark.parametrize("version", [0, PROTOCOL + 1, -1, 1 << 40])
 def test_another_version_is_told_apart_whatever_else_has_changed(greeting: Message, version: int) -> None:
     kind = msgpack.unpackb(encode(greeting))[0]
-    with pytest.raises(VersionError, match=f"version {version} of the protocol, this side speaks {PROTOCOL}") as e:
+    with pytest.raises(VersionError, match=golden.pattern("messages.version", version=version, ours=PROTOCOL)) as e:
         decode(msgpack.packb([kind, version, "fields", ["of", "the", "future"]]))
     assert e.value.version == version
 

@@ -13,6 +13,7 @@ from lsgd.algorithms.local import LocalSettings, LocalSGD, SparseSettings
 from lsgd.algorithms.outliers import PATIENCE, STRIKES, Outliers
 from lsgd.errors import OutlierError
 from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, land, simulate
+from tests import golden
 
 from .training import make_round
 
@@ -50,7 +51,7 @@ def changes(bad: float, noise: float = 1.0, seed: int = 0) -> torch.Tensor:
 
 def test_a_long_change_is_left_out_at_once_and_counts_again_when_it_has_fitted_as_often() -> None:
     outliers = Outliers()
-    assert " times the usual one" in outliers.judge(measured(changes(30.0)))[BAD]
+    assert golden.text("outliers.usual_one") in outliers.judge(measured(changes(30.0)))[BAD]
     assert outliers.left_out == {BAD}
     for again in range(STRIKES):
         assert outliers.left_out == {BAD}, again
@@ -99,7 +100,7 @@ def test_a_change_that_does_not_agree_is_left_out_after_three_rounds(bad: float)
         found.append(outliers.judge(measured(rows, outliers.left_out)))
         assert outliers.gives_up(BAD) == (seed + 1 >= PATIENCE)
     assert [list(each) for each in found] == [[]] * (STRIKES - 1) + [[BAD]] + [[]] * (2 * PATIENCE - STRIKES)
-    assert "its cosine with the others' is " in found[STRIKES - 1][BAD]
+    assert golden.text("outliers.cosine") in found[STRIKES - 1][BAD]
 
 
 @pytest.mark.parametrize(
@@ -272,5 +273,5 @@ def test_a_worker_with_more_steps_may_change_more(
 
 
 def test_a_worker_that_stays_wrong_ends_with_an_error_that_says_what_to_do() -> None:
-    with pytest.raises(OutlierError, match=r"in 32 rounds, .* set drop_outliers = false"):
+    with pytest.raises(OutlierError, match=golden.pattern("outliers.drop_outliers")):
         train("flips", PATIENCE + 2)

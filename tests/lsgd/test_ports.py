@@ -13,6 +13,7 @@ from lsgd.errors import ConfigError
 from lsgd.protocol.ports import DEFAULT_PORT, everywhere, hold, hold_or_any, port_of, user_of
 from lsgd.protocol.sockets import Listener
 from lsgd.server.relay import Relay
+from tests import golden
 
 IP_LOCAL_PORT_RANGE = 51
 LISTENS = """
@@ -42,7 +43,10 @@ def test_a_held_port_is_its_servers_alone(ip) -> None:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port))
         for _ in range(2):  # a server that is started again, too
-            with Listener(f"tcp://127.0.0.1:{port}"), pytest.raises(ConfigError, match=f"port {port} of .* is taken"):
+            with (
+                Listener(f"tcp://127.0.0.1:{port}"),
+                pytest.raises(ConfigError, match=golden.pattern("ports.taken", port=port)),
+            ):
                 hold("127.0.0.1", port)
     with hold_or_any("127.0.0.1", port) as held:
         assert port_of(held) == port
@@ -64,22 +68,23 @@ def test_a_refusal_names_the_process_that_has_the_port() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin and process.stdout
         port = int(process.stdout.readline())
-        told = f"process {process.pid} \\(.*; to end it: kill {process.pid}\\)"
-        with pytest.raises(ConfigError, match=f"^port {port} of 127.0.0.1 is taken by {told}"):
+        with pytest.raises(ConfigError, match=golden.pattern("ports.port_taken", port=port, pid=process.pid)):
             hold("127.0.0.1", port)
-        with pytest.raises(ConfigError, match=f"^tcp://127.0.0.1:{port} is taken by {told}"):
+        with pytest.raises(ConfigError, match=golden.pattern("ports.address_taken", port=port, pid=process.pid)):
             Listener(f"tcp://127.0.0.1:{port}")
-        with pytest.raises(ConfigError, match=f"^the relay cannot listen on port {port} .* taken by {told}"):
+        with pytest.raises(ConfigError, match=golden.pattern("ports.relay_port", port=port, pid=process.pid)):
             Relay("127.0.0.1", port, b"")
         with socket.create_connection(("127.0.0.1", port)) as connection:
-            assert user_of("127.0.0.1", connection.getsockname()[1]) == f"a connection of this process ({os.getpid()})"
+            assert user_of("127.0.0.1", connection.getsockname()[1]) == golden.text(
+                "ports.own_connection", pid=os.getpid()
+            )
     with hold("127.0.0.1", port):
-        assert user_of("127.0.0.1", port).startswith("a process that does not listen there yet")
+        assert user_of("127.0.0.1", port).startswith(golden.text("ports.not_listening"))
 
 
 def test_a_socket_in_use_is_named_after_its_server(tmp_path) -> None:
     context = zmq.Context()
     with context, context.socket(zmq.ROUTER) as other:
         other.bind(f"ipc://{tmp_path}/s")
-        with pytest.raises(ConfigError, match=rf"^this process \({os.getpid()}\) listens on ipc://{tmp_path}/s; stop"):
+        with pytest.raises(ConfigError, match=golden.pattern("ports.own_listener", pid=os.getpid(), path=tmp_path)):
             Listener(f"ipc://{tmp_path}/s")

@@ -6,6 +6,7 @@ import pytest
 
 from lsgd.registry import Registry, entry_points
 from lsgd.settings import AlgorithmSettings
+from tests import golden
 
 MODULE = """
 from dataclasses import dataclass
@@ -62,8 +63,8 @@ def test_a_good_one_is_there_with_what_pip_installs(registry):
 )
 def test_a_bad_one_is_left_out_and_says_why(registry, caplog, name, problem):
     assert name not in registry
-    assert f"the algorithm {name!r} is skipped: third-party==1.2: {problem}" in caplog.text
-    assert registry.unknown(name).startswith(f"algorithm {name!r} cannot be loaded from third-party==1.2: {problem}")
+    assert golden.text("plan.skipped", name=f"{name!r}", problem=problem) in caplog.text
+    assert registry.unknown(name).startswith(golden.text("plan.not_loaded", name=f"{name!r}", problem=problem))
 
 
 def test_nobody_takes_the_name_of_one_of_ours(registry):
@@ -71,7 +72,4 @@ def test_nobody_takes_the_name_of_one_of_ours(registry):
 
 
 def test_an_unknown_name_gets_the_nearest_and_all(registry):
-    assert registry.unknown("godo") == (
-        "algorithm 'godo' is unknown; did you mean 'good'? known: allreduce, bytegrad, decentralized, diloco, "
-        "elastic, good, leader, local, low_precision_decentralized, qsgd, sparse"
-    )
+    assert registry.unknown("godo") == (golden.text("plan.unknown_algorithm"))

@@ -23,6 +23,7 @@ from lsgd.schedulers import (
     length_of,
 )
 from lsgd.shards import load_optimizer
+from tests import golden
 
 N = 60
 """Steps of a loop."""
@@ -163,7 +164,7 @@ def test_a_length_that_nothing_says_is_asked_for() -> None:
     for make in (KINDS["step"], partial(schedulers.LinearLR, total_iters=5), KINDS["sequential"]):
         followed = Followed(make(optimizer()), None)
         if length_of(followed.scheduler) is None:
-            with pytest.raises(ConfigError, match="how many steps it is made for, and the plan ends the run"):
+            with pytest.raises(ConfigError, match=golden.pattern("schedulers.how_many")):
                 followed.follow(loop(steps=0))
     assert length_of(schedulers.LinearLR(optimizer(), total_iters=5)) is None, "a warm-up"
     assert length_of(KINDS["sequential"](optimizer())) == 60
@@ -205,9 +206,7 @@ def test_a_scheduler_that_begins_anew_is_refused_unless_it_has_not_moved(kind, c
     moved = wanted[30] != pytest.approx(wanted[0], rel=1e-3)
     bench = Bench(one, run=run_after(kind, 30))
     if moved:
-        with pytest.raises(
-            LsgdError, match="is at step 30 of 60, with the learning rate of the run's first step: "
-        ) as e:
+        with pytest.raises(LsgdError, match=golden.pattern("schedulers.at_30_of_60")) as e:
             bench.all.before_step(one, loop(30))
         assert "worker.follow(scheduler)" in str(e.value)
     else:
@@ -228,7 +227,7 @@ def test_a_followed_one_and_one_that_the_script_has_brought_there_are_not_refuse
     Bench(by_itself, run=run).all.before_step(by_itself, loop(30))
 
     own_base, scheduler = made("cosine", lr=0.03)
-    with pytest.raises(LsgdError, match=r"first step: 1, where the run's is 0\.5 \(as shares of the base rate\)"):
+    with pytest.raises(LsgdError, match=golden.pattern("schedulers.other_shares")):
         Bench(own_base, run=run).all.before_step(own_base, loop(30))
     assert not caplog.records
 
@@ -246,7 +245,7 @@ def test_rates_that_no_scheduler_sets_are_a_warning_at_most(caplog) -> None:
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         Bench(constant, run=falling).all.before_step(constant, loop(30))
-    assert "with the learning rate of the run's first step: 0.1, where the run's is 0.05" in caplog.text
+    assert golden.text("schedulers.other_first_step") in caplog.text
 
 
 def test_a_worker_that_follows_without_a_place_is_told_how_it_gets_one(caplog) -> None:
@@ -256,13 +255,13 @@ def test_a_worker_that_follows_without_a_place_is_told_how_it_gets_one(caplog) -
     bench.all.add(scheduler, None)
     bench.all.follow(Loop(0, 0, False, 0.0, float("inf")))
     bench.all.before_step(one, Loop(0, 0, False, 0.0, float("inf")))
-    assert "is at step 0, with the learning rate of the run's first step" in caplog.text
-    assert "set worker.steps after the join" in caplog.text
+    assert golden.text("schedulers.at_0") in caplog.text
+    assert golden.text("schedulers.set_steps") in caplog.text
 
 
 def test_in_a_plan_with_an_end_the_place_is_a_share_of_the_run() -> None:
     one, _ = made("cosine")
-    with pytest.raises(LsgdError, match="is at 50 % of the run, with the learning rate of the run's first step"):
+    with pytest.raises(LsgdError, match=golden.pattern("schedulers.at_half")):
         Bench(one, run=run_after("cosine", 30)).all.before_step(one, loop(steps=0, middle=0.5))
 
 
@@ -295,7 +294,7 @@ def test_a_scheduler_that_the_script_steps_by_epoch_is_found_in_time() -> None:
     bench = Bench(one)
     bench.all.add(scheduler, None)
     bench.make(scheduler, LOOK_AFTER, steps=False)
-    with pytest.raises(ConfigError, match=r"stepped a StepLR 0 times in 10 iterations.*lambda: worker.step // len"):
+    with pytest.raises(ConfigError, match=golden.pattern("schedulers.stepped_0")):
         bench.all.look(loop(LOOK_AFTER), LOOK_AFTER)
 
 
@@ -304,17 +303,17 @@ def test_a_scheduler_that_nobody_tells_of_is_said_once(caplog) -> None:
     bench = Bench(one)
     bench.make(scheduler, LOOK_AFTER)
     bench.all.look(loop(LOOK_AFTER), LOOK_AFTER)
-    assert "sets the learning rate of SGD, and lsgd does not know it" in caplog.text
+    assert golden.text("schedulers.unknown_rate") in caplog.text
     caplog.clear()
     Bench(one, one).all.look(loop(LOOK_AFTER), LOOK_AFTER)
     bench.all.add(scheduler, None)
     bench.all.look(loop(LOOK_AFTER), LOOK_AFTER)
-    with pytest.raises(ConfigError, match="got a second scheduler of one SGD"):
+    with pytest.raises(ConfigError, match=golden.pattern("schedulers.second")):
         bench.all.add(KINDS["step"](one), None)
     plain = optimizer()
     Bench(plain).all.look(loop(LOOK_AFTER), LOOK_AFTER)
     assert not caplog.records
-    with pytest.raises(ConfigError, match="a CosineAnnealingLR of an optimizer that this worker did not join with"):
+    with pytest.raises(ConfigError, match=golden.pattern("schedulers.other_optimizer")):
         Bench(plain).all.add(scheduler, None)
 
 
@@ -348,7 +347,7 @@ def test_a_loop_that_begins_at_0_again_is_told_where_its_scheduler_ends(caplog) 
     for step in (N, N + 1):
         bench.all.before_step(one, loop(step))
     (record,) = caplog.records
-    assert "makes more steps than worker.steps = 60" in record.message
+    assert golden.text("schedulers.more_steps") in record.message
 
 
 def test_what_counts() -> None:

@@ -30,6 +30,8 @@ from lsgd.protocol.keys import KeyRing
 from lsgd.protocol.ports import hold_or_any, port_of
 from lsgd.run_folder import is_live
 from lsgd.run_folder import runs as checkpoints
+from lsgd.server.reasons import Why
+from tests import golden
 
 from ..integration.running import FORKS, LIGHT, free_port, holders, lost
 from ..speed import scaled
@@ -170,7 +172,7 @@ class TestNode:
             name = log.stem.replace("-", "/")
             shown = [line for line in output.splitlines() if line.startswith(f"[{name}] ")]
             assert [f"[{name}] {line}" for line in log.read_text().splitlines()] == shown
-        assert "by its plan this run makes about 2 global rounds: one for every 64 iterations" in output
+        assert golden.text("launch.rounds_2") in output
         result = node.result
         assert (result["state"], result["code"], result["exit_code"]) == ("finished", "all_made", 0)
         assert (result["count"], result["rounds_global"], result["algorithm"]) == (100, 2, "leader")
@@ -178,7 +180,7 @@ class TestNode:
         assert [(each["round"], each["count"]) for each in result["rounds"]] == [(1, 0), (2, 100)]
         assert result["loss"] == pytest.approx(sum(result["rounds"][1]["losses"].values()) / 2, rel=1e-5)
         assert (node.run_dir / "curve.png").read_bytes().startswith(b"\x89PNG")
-        assert "[launch] finished: all 100 iterations are done; result.json, metrics.jsonl, c" in output
+        assert golden.text("launch.finished") in output
 
     def test_ctrl_c_makes_the_consensus(self, start):
         node = start("--node", "0")  # alone it takes any port
@@ -186,14 +188,14 @@ class TestNode:
         told = CliRunner().invoke(main, ["status", "--run", str(node.run_dir.parent)])
         (listed,) = json.loads(CliRunner().invoke(main, ["runs", str(node.run_dir.parent), "--json"]).stdout)
         assert (listed["state"], listed["folder"]) == ("running", str(node.run_dir))
-        assert told.exit_code == 0 and f"the run in {node.run_dir}, at tcp://127.0.0.1:" in told.stderr
+        assert told.exit_code == 0 and golden.text("launch.run_at", path=node.run_dir) in told.stderr
         assert ":27400:" not in told.stderr
         node.process.send_signal(signal.SIGINT)
         status, output = node.finish()
         assert status == 0, output
         assert node.about(0)["weights"] == node.about(1)["weights"]
-        assert "the run is over: lsgd launch of node0 got SIGINT" in output and "SIGTERM" not in output
-        assert (node.result["state"], node.result["reason"]) == ("stopped", "lsgd launch of node0 got SIGINT")
+        assert Why.ENDED(reason="lsgd launch of node0 got SIGINT") in output and "SIGTERM" not in output
+        assert (node.result["state"], node.result["reason"]) == ("stopped", golden.text("launch.got_sigint"))
         listed = CliRunner().invoke(main, ["runs", str(node.run_dir.parent)])
         assert "run  stopped  leader" in listed.stdout
 
@@ -204,17 +206,17 @@ class TestNode:
         again = ("--node", "0", "--port", "0", "--run-dir", str(first.run_dir))
         status, output = start(*again).finish()
         assert status == 1
-        assert f"Error: {first.run_dir} has the checkpoints of an earlier run: resume it with --res" in output
+        assert golden.text("launch.earlier_run", path=first.run_dir) in output
         folder = first.run_dir.parent  # the newest run in it is meant
         status, output = start(*again[:-1], str(folder), "--resume", "--workers", "3", LSGD_ITERATIONS="99").finish()
         assert status == 0, output
-        assert f"[launch] resumes from the checkpoints in {first.run_dir}\n" in output
-        assert "resumes after 64 iterations, from checkpoints of node0/worker0, node0/worker1; taking over" in output
-        assert "all 99 iterations are done; 99 iterations" in output
+        assert golden.text("launch.resumes", path=first.run_dir) in output
+        assert golden.text("launch.resumes_taking_over") in output
+        assert f"{Why.ALL_MADE(limit=99)}; 99 iterations" in output
         plan = tomllib.loads((first.run_dir / "plan.toml").read_text())
         assert (plan["workers"], plan["algorithm"]["period"]) == (0, 16)
         log = (first.run_dir / "global.log").read_text()
-        assert "all 64 iterations are done; 64" in log and "all 99 iterations are done; 99" in log
+        assert f"{Why.ALL_MADE(limit=64)}; 64" in log and f"{Why.ALL_MADE(limit=99)}; 99" in log
         result = first.result
         assert (result["count"], result["state"], len({each["run"] for each in result["rounds"]})) == (
             99,
@@ -223,17 +225,17 @@ class TestNode:
         )
         assert [each["count"] for each in result["rounds"]] == [0, 32, 64, 64, 99]
         status, output = start(*again[:-1], str(folder / "nothing"), "--resume").finish()
-        assert status == 1 and "there is nothing to resume: no checkpoint of node 0 lies in" in output
+        assert status == 1 and golden.text("launch.nothing_to_resume") in output
 
     def test_failing_worker_ends_the_node(self, start):
         node = start("--node", "0", "--port", "0", program=("fail",))
         status, output = node.finish()
         assert status == 1
         report = output.partition("lsgd launch: ")[2]
-        assert report.startswith("node0/worker1 failed with exit code 1. Its last lines (all are in ")
+        assert report.startswith(golden.text("launch.failed_last_lines"))
         assert "    RuntimeError: the data is bad" in report
         result = node.result
-        assert (result["state"], result["reason"]) == ("failed", "node0/worker1 failed with exit code 1")
+        assert (result["state"], result["reason"]) == ("failed", golden.text("launch.failed"))
         assert (result["exit_code"], result["rounds"][0]["count"]) == (1, 0)
 
     def test_a_script_that_never_joins_is_said_with_a_code_of_its_own(self, start):
@@ -241,9 +243,9 @@ class TestNode:
         status, output = node.finish()
         assert status == 78, output
         assert (node.result["state"], node.result["exit_code"], node.result["rounds"]) == ("failed", 78, [])
-        assert "ended without training in the run" in node.result["reason"]
+        assert golden.text("launch.untrained") in node.result["reason"]
         assert not (node.run_dir / "curve.png").exists()  # there is nothing to draw
-        assert "lsgd launch: node0/worker0 ended without training in the run (exit code 78): its script" in output
+        assert golden.text("launch.untrained_why") in output
         assert "    trained alone" in output
 
     @pytest.mark.parametrize("with_block", [True, False])
@@ -256,8 +258,8 @@ class TestNode:
         status, output = start("--node", "0", script=script, LSGD_ITERATIONS="100000").finish()
         assert status == 78, output
         for worker in (0, 1):
-            assert f"[launch] node0/worker{worker} left before the end of the run" in output
-        assert "call worker.finish() after the loop" in output
+            assert golden.text("launch.left_early", worker=worker) in output
+        assert golden.text("launch.call_finish") in output
 
     def test_workers_that_leave_with_a_word_make_the_consensus(self, start):
         script = TRAIN.replace("while not worker.stopped:", "for epoch in range(3):")
@@ -265,7 +267,7 @@ class TestNode:
         node = start("--node", "0", script=script, LSGD_ITERATIONS="100000")
         status, output = node.finish()
         assert status == 0, output
-        assert "all workers leave after 24 iterations" in output
+        assert Why.ALL_LEAVE(count=24) in output
         assert node.about(0)["weights"] == node.about(1)["weights"]
 
     def test_nodes_with_other_numbers_of_workers(self, start):
@@ -276,7 +278,10 @@ class TestNode:
         for node in (first, second, third):
             status, output = node.finish()
             assert status == 0, output
-        assert "generation 1: 5 workers on 3 nodes" in (first.run_dir / "global.log").read_text()
+        assert (
+            golden.text("reasons.generation", number=1, workers=5, nodes=3)
+            in (first.run_dir / "global.log").read_text()
+        )
         weights = first.about(0)["weights"]
         assert all(
             node.about(rank)["weights"] == weights
@@ -299,7 +304,7 @@ class TestNode:
         first.process.send_signal(signal.SIGINT)
         status, output = first.finish()
         assert status == 0, output
-        assert (first.result["state"], first.result["reason"]) == ("stopped", "lsgd launch of node0 got SIGINT")
+        assert (first.result["state"], first.result["reason"]) == ("stopped", golden.text("launch.got_sigint"))
 
     def test_killed_launcher_leaves_nothing(self, start):
         node = start("--node", "0", "--port", "0")
@@ -309,7 +314,7 @@ class TestNode:
         until(lambda: not node.left(), "all processes are gone")
         until(lambda: not is_live(node.run_dir), "the last of them lets the folder go")
         (listed,) = json.loads(CliRunner().invoke(main, ["runs", str(node.run_dir), "--json"]).stdout)
-        assert listed["state"] == "failed" and listed["reason"].startswith("its launcher was killed")
+        assert listed["state"] == "failed" and listed["reason"].startswith(golden.text("launch.launcher_killed"))
         assert listed["run"] == node.result["rounds"][0]["run"]  # what there was by then is there
 
     def test_node_0_whose_launcher_was_killed_early_goes_on_with_its_journal(self, start):
@@ -328,7 +333,7 @@ class TestNode:
         again.process.send_signal(signal.SIGINT)
         status, output = again.finish()
         assert status == 0, output
-        assert f"[launch] resumes from the journal in {first.run_dir}\n" in output
+        assert golden.text("launch.resumes_journal", path=first.run_dir) in output
         assert second.finish()[0] == 0
         assert len({each["run"] for each in first.result["rounds"]}) == 1
         numbers = [each["round"] for each in first.result["rounds"]]
@@ -359,7 +364,7 @@ class TestNode:
         for node in (second, first):
             status, output = node.finish()
             assert status == 0, output
-        assert "[launch] the run begins when the workers of all 2 nodes have joined; to begin with N workers" in output
+        assert golden.text("launch.begins_when") in output
         assert (first.about(0)["LSGD_NODE"], second.about(1)["LSGD_NODE"]) == ("0", "1")
         assert first.about(0)["weights"] == second.about(1)["weights"]
 
@@ -444,9 +449,9 @@ class TestEnds:
         status, output = node.finish()
         assert status == 0, output
         assert (node.run_dir / "saved0").exists()
-        assert "worker 1 joins too late and has nothing to do: the run is over: " in output
+        assert golden.text("launch.too_late") in output
         assert node.result["state"] == "finished"
-        assert node.result["reason"].endswith("; node0/worker1 joined too late, and ended without training")
+        assert node.result["reason"].endswith(golden.text("launch.too_late_ended"))
 
     def test_the_node_of_a_global_server_that_is_lost_saves_checkpoints(self, start):
         """Its journal is gone when it is to be started again."""
@@ -460,8 +465,8 @@ class TestEnds:
         os.kill(server, signal.SIGKILL)
         status, output = node.finish()
         assert status == 2, output
-        assert "node0/worker0 ends with exit code 75: " in output
-        assert "its servers have ended or were given up; its state is saved in" in output
+        assert golden.text("launch.exit_75") in output
+        assert golden.text("launch.state_saved") in output
         saved = {path.name for path in (node.run_dir / "checkpoints").glob("*/*/*.safetensors")}
         assert saved == {"node0-worker0.safetensors", "node0-worker1.safetensors"}
 
@@ -507,7 +512,7 @@ class TestEnds:
         there = (log.read_text(), journal.stat().st_ino)
         status, output = start("--node", "0", "--port", "0", "--run-dir", str(node.run_dir)).finish()
         assert status == 1
-        assert f"Error: the run folder {node.run_dir} is in use: another lsgd launch of node 0" in output
+        assert golden.text("launch.in_use", path=node.run_dir) in output
         assert f"process {node.process.pid} on {socket.gethostname()}" in output
         assert log.read_text().startswith(there[0]) and journal.stat().st_ino == there[1]
         node.process.send_signal(signal.SIGINT)
@@ -521,8 +526,8 @@ class TestEnds:
         arguments = ("--node", "0", "--port", "0", "--run-dir", str(run_dir))
         status, output = start(*arguments, LSGD_ITERATIONS="60").finish()
         assert status == 0, output
-        assert output.count("global.log cannot be written: No space left on device; training continues") == 1
-        assert f"the plan cannot be written to {run_dir}/plan.toml: No space left on device; the run" in output
+        assert output.count(golden.text("launch.log_full")) == 1
+        assert golden.text("launch.plan_full", path=run_dir) in output
         assert (run_dir / "worker1.json").exists()
 
 
@@ -541,9 +546,9 @@ class TestTokens:
             launch._show_tokens(self.LINES, tmp_path)
         said, private = path.read_text(), tmp_path / "join.txt"
         if mode == 0o600:
-            assert said == f"[launch] {self.LINES[0]}\n[launch] the same lines are in {private}\n"
+            assert said == golden.text("launch.same_lines", first=self.LINES[0], path=private)
         else:
-            assert "secret" not in said and f"the other nodes' tokens are in {private}\n" in said
+            assert "secret" not in said and golden.text("launch.other_tokens", path=private) in said
         assert private.read_text() == f"{self.LINES[0]}\n"
         assert private.stat().st_mode & 0o777 == 0o600
 
@@ -553,7 +558,7 @@ class TestTokens:
         place = Place(0, 2, "GPUNODE1")
         settings = LaunchSettings(place, 1, ("cpu",), None, tmp_path, ("python",), join_line=text)
         _, _, (line,) = launch._access(settings, "tcp://192.0.2.1:1")
-        assert line.endswith("lsgd launch --node 1 --address GPUNODE1 -- python t.py --data /NODES NODE")
+        assert line.endswith(golden.text("launch.next_line"))
 
     def test_standard_output_is_none(self, tmp_path, capfd):
         launch._show_tokens(self.LINES, tmp_path)
@@ -573,7 +578,7 @@ class TestUnderAScheduler:
                 os.kill(pid, signal.SIGTERM)
         status, output = node.finish()
         assert status == 0, output
-        assert "stopped: lsgd launch of node0 got SIGTERM" in output and "killed by" not in output
+        assert golden.text("launch.sigterm") in output and "killed by" not in output
         *_, last = (node.run_dir / "curves.csv").read_text().splitlines()
         assert int(last.split(",")[2]) == json.loads((node.run_dir / "result.json").read_text())["count"]
 
@@ -583,7 +588,7 @@ class TestUnderAScheduler:
         status, output = start(*here, LSGD_ITERATIONS="40").finish()
         assert status == 0 and "resumes from" not in output, output
         status, output = start(*here, LSGD_ITERATIONS="60").finish()
-        assert status == 0 and f"[launch] resumes from the checkpoints in {tmp_path / 'run'}" in output, output
+        assert status == 0 and golden.text("launch.resumes_at", path=tmp_path / "run") in output, output
         counts = [json.loads(line)["count"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
         assert counts[-1] == 60 and counts.count(0) == 1  # from the beginning once
 
@@ -600,7 +605,7 @@ class TestUnderAScheduler:
 
     def test_has_to_know_which_run_to_resume(self):
         done = CliRunner().invoke(main, ["launch", "--resume-if-any", "true"])
-        assert done.exit_code == 2 and "--run-dir DIR, the same at each start" in done.output
+        assert done.exit_code == 2 and golden.text("launch.same_run_dir") in done.output
 
 
 class TestRefusals:
@@ -621,51 +626,49 @@ class TestRefusals:
         return refused
 
     def test_index(self, refused):
-        assert "cannot tell which of the 2 nodes this is; pass --node 0 or 1 " in refused("--nodes", "2")
-        assert "no node 1 among 1: indices go from 0 to 0" in refused("--node", "1")
+        assert golden.text("launch.which_node") in refused("--nodes", "2")
+        assert golden.text("launch.no_such_node") in refused("--node", "1")
         assert "NUM_GROUPS" in refused("--node", "2", "--nodes", "2", "--address", "10.0.0.1")
 
     def test_address(self, refused):
         assert "IP_ADDR=10.0.0.1" in refused("--node", "0", "--nodes", "2")
         line = refused("--node", "0", "--address", "192.0.2.1")
-        assert "192.0.2.1 is not an address of this machine" in line
+        assert golden.text("launch.no_address") in line
         assert "'no.such.host.invalid'" in refused("--node", "0", "--address", "no.such.host.invalid")
 
     def test_port(self, refused):
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = server.getsockname()[1]
             line = refused("--node", "0", "--port", str(port))
-        assert (
-            f"port {port} of 127.0.0.1 is taken by this process ({os.getpid()})" in line and f"PORT={port + 2}" in line
-        )
+        assert golden.text("launch.port_taken", port=port, pid=os.getpid()) in line and f"PORT={port + 2}" in line
         two = ("--node", "0", "--nodes", "2", "--address", "127.0.0.1")
-        assert "every node must know the port" in refused(*two, "--port", "0")
-        assert "leaves none for the relay" in refused(*two, "--port", "65535")
+        assert golden.text("launch.port_known") in refused(*two, "--port", "0")
+        assert golden.text("launch.no_relay_port") in refused(*two, "--port", "65535")
 
     def test_command(self, refused):
-        assert "'no-such-program' was not found" in refused("--node", "0", "--port", "0", command="no-such-program")
+        assert golden.text("launch.not_found") in refused("--node", "0", "--port", "0", command="no-such-program")
 
     def test_token(self, refused, tmp_path, monkeypatch):
         ring = KeyRing.make(tmp_path / "keys", ["node0"])
         node1 = ("--node", "1", "--nodes", "2", "--address", "192.0.2.1")
         monkeypatch.setenv("LSGD_KEYS", str(ring.folder))
         monkeypatch.setenv("LSGD_TOKEN", ring.token("node0"))
-        assert "this is node1, but the token is that of node0; use node1's" in refused(*node1)
+        assert golden.text("launch.other_token") in refused(*node1)
         monkeypatch.delenv("LSGD_TOKEN")
         monkeypatch.setattr(launch, "TOKEN_WITHIN_S", 0.1)
-        assert "copy the file node1.token here" in refused(*node1)
+        assert golden.text("launch.copy_token") in refused(*node1)
 
     def test_plan(self, refused, tmp_path):
         (tmp_path / "plan.toml").write_text("iteration = 3")
         line = refused("--node", "0", "--port", "0", "--plan", "plan.toml")
-        assert "did you mean 'iterations'?" in line
+        assert golden.text("launch.mean_iterations") in line
 
     def test_logger_without_its_package(self, refused, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         assert "lsgd[wandb]" in refused("--node", "0", "--port", "0", "--log-to", "wandb")
 
     def test_device(self, refused):
-        assert "the device 'gpu' is unknown" in refused("--node", "0", "--device", "gpu")
+        assert golden.text("launch.unknown_device") in refused("--node", "0", "--device", "gpu")
 
 
 class TestPlace:
@@ -689,7 +692,7 @@ class TestPlace:
         assert find_place(1, 2, "10.0.0.1", {}) == Place(1, 2, "10.0.0.1")
         assert find_place(1, 2, "fe80::1", {}).address == "fe80::1"
         for more in ("tcp://10.0.0.1:27400", "node0:27400"):
-            with pytest.raises(ConfigError, match=r"more than an address: .* PORT=27400"):
+            with pytest.raises(ConfigError, match=golden.pattern("launch.more_than_address")):
                 find_place(1, 2, more, {})
 
     def test_an_index_given_by_hand_is_not_slurms(self):
@@ -751,13 +754,13 @@ class TestPlace:
     def test_a_name_that_only_means_this_machine(self, monkeypatch):
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        with pytest.raises(ConfigError, match=r"'node1', is 127\.0\.1\.1 on this machine"):
+        with pytest.raises(ConfigError, match=golden.pattern("launch.name_is_here")):
             resolve("node1", nodes=2)
         assert resolve("node1", nodes=1) == "127.0.1.1"
         assert resolve("localhost", nodes=2) == "127.0.1.1"
 
     def test_a_mistyped_address_of_node_0(self):
-        with pytest.raises(ConfigError, match=r"the address of node 0, '10\.0\.0\.\.1', is not known here: Name or"):
+        with pytest.raises(ConfigError, match=golden.pattern("launch.name_unknown")):
             resolve("10.0.0..1", nodes=2)
 
     def test_a_node_does_not_take_over_at_a_port_that_is_taken_by_now(self, tmp_path, monkeypatch):
@@ -770,7 +773,7 @@ class TestPlace:
                 *(None, Screen(plain=True), print, print),  # type: ignore[arg-type]
             )
             made._local = SimpleNamespace(following=SimpleNamespace(copy=None))  # type: ignore[assignment]
-            with pytest.raises(ConfigError, match=r"port \d+ of 127.0.0.1 is taken"):
+            with pytest.raises(ConfigError, match=golden.pattern("launch.taken")):
                 made._take_over()
         assert not list(tmp_path.glob("*journal*"))
 
@@ -779,7 +782,7 @@ class TestPlace:
     )
     def test_a_node_that_came_too_late_does_not_make_a_scheduler_end_the_others(self, starter, status, code, capsys):
         assert launch.exit_code(status, starter) == code
-        assert ("lets the other nodes save" in capsys.readouterr().out) is (code != status)
+        assert (golden.text("launch.lets_save") in capsys.readouterr().out) is (code != status)
 
     def test_a_node_on_the_machine_of_node_0_would_serve_at_another_port(self):
         port = free_port()
@@ -832,13 +835,16 @@ class TestDevices:
         nvidia_smi("470.42.01")
         chosen = gpus.choose("auto", 1)
         assert chosen.names == ("cpu",)
-        assert chosen.warning.startswith("training on the CPU: ") and "update the driver to 525" in chosen.warning
+        assert (
+            chosen.warning.startswith(golden.text("launch.on_cpu"))
+            and golden.text("launch.update_driver") in chosen.warning
+        )
 
     def test_hidden_gpus(self, nvidia_smi, monkeypatch):
         nvidia_smi("580.95.05")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         assert gpus.choose("auto", 1) == gpus.Devices(("cpu",))
-        with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES hides all GPUs"):
+        with pytest.raises(ConfigError, match=golden.pattern("launch.hidden_gpus")):
             gpus.choose("cuda", None)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -851,7 +857,7 @@ class TestDevices:
         assert gpus.choose("auto", None) == gpus.Devices(("cuda:0", "cuda:1"))
         monkeypatch.setattr(gpus, "_PROBE", "import time; time.sleep(60)")
         monkeypatch.setattr(gpus, "PROBE_WITHIN_S", 0.1)
-        with pytest.raises(ConfigError, match=r"torch has looked for GPUs for 0.1 s: does the driver hang"):
+        with pytest.raises(ConfigError, match=golden.pattern("launch.driver_hangs")):
             gpus.choose("cuda", None)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -859,7 +865,7 @@ class TestDevices:
         monkeypatch.setattr(gpus, "_has_device_files", lambda: False)
         program(tmp_path, "nvidia-smi", "exit 9")
         assert gpus.choose("auto", None) == gpus.Devices(("cpu", "cpu"))
-        with pytest.raises(ConfigError, match="nvidia-smi finds no GPU here"):
+        with pytest.raises(ConfigError, match=golden.pattern("launch.no_gpu")):
             gpus.choose("cuda:0", None)
 
     @pytest.mark.gpu

@@ -14,6 +14,7 @@ from lsgd.errors import EvictedError
 from lsgd.node import island
 from lsgd.protocol.ports import hold_or_any, port_of
 from lsgd.protocol.sockets import Wakeup
+from tests import golden
 
 from ..speed import scaled
 
@@ -76,10 +77,7 @@ def test_a_script_without_its_interpreter_is_an_error_in_words(tmp_path, capfd) 
     script = tmp_path / "train.py"
     script.touch(mode=0o755)
     assert island.main(["cpu,cpu", "--", str(script)]) == 1
-    assert capfd.readouterr().err == (
-        f"{script} cannot be started: Exec format error; begin it with #!/usr/bin/env python3, or type python before "
-        f"its name\n"
-    )
+    assert capfd.readouterr().err == (golden.text("node.no_program", script=script))
 
 
 class Process:

@@ -45,6 +45,7 @@ from lsgd.protocol.processes import pid_namespace
 from lsgd.protocol.socket_folder import ISLAND_NAME, SOCKET_NAME, socket_folder
 from lsgd.protocol.sockets import Connector, Listener, default_local_address
 from lsgd.server.daemon import TICK_S
+from tests import golden
 
 from ..integration.running import until
 from ..server.helpers import greeting
@@ -229,7 +230,7 @@ def test_a_refused_node_says_why(between) -> None:
     between.join()
     between.say(Refused("node 3 is alpha already"))
     between.until(lambda: between.server.failure, "it is refused")
-    assert between.server.failure == "the global server refuses this node: node 3 is alpha already"
+    assert between.server.failure == golden.text("node.refused")
 
 
 class TestStages:
@@ -364,7 +365,7 @@ class TestFolders:
         folder.mkdir()
         folder.chmod(mode)
         if refused:
-            with pytest.raises(ConfigError, match="is not yours alone"):
+            with pytest.raises(ConfigError, match=golden.pattern("node.not_yours")):
                 default_local_address()
         else:
             assert default_local_address().endswith("/lsgd-local.sock")
@@ -375,5 +376,5 @@ class TestFolders:
         other = os.getuid() + 1
         (tmp_path / f"lsgd-{other}").mkdir()
         monkeypatch.setattr(os, "getuid", lambda: other)
-        with pytest.raises(ConfigError, match="is not yours alone"):
+        with pytest.raises(ConfigError, match=golden.pattern("node.not_yours")):
             default_local_address()

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from tests import golden
+
 from ..speed import scaled
 from .test_launch import TRAIN, start, until
 
@@ -71,8 +73,8 @@ def test_each_round_is_written_once_though_the_server_dies(start):
     os.kill(pid_of(node, b"--global"), signal.SIGKILL)
     (node.run_dir / "go").touch()
     status, output = node.finish()
-    assert status == 0 and "global was killed by SIGKILL" in output, output
-    assert f"points written to {node.run_dir} (csv, tensorboard)" in output
+    assert status == 0 and golden.text("node.global_killed") in output, output
+    assert golden.text("node.points_written", path=node.run_dir) in output
     written, rounds = curves(node.run_dir), [each for each in node.result["rounds"] if each["scope"] == "global"]
     assert written["rounds"] == [(each["count"], each["round"]) for each in rounds]
     losses = [(each["count"], loss) for each in rounds if (loss := each["losses"]["node0/worker1"]) is not None]
@@ -101,7 +103,9 @@ def test_a_logger_that_joins_late_writes_what_it_finds_and_one_that_fails_ends_n
         _, errors = late.communicate(timeout=scaled(60))
     assert late.returncode == 0, errors
     status, output = node.finish()
-    assert status == 0 and "logger was killed by SIGKILL" in output and "the run continues without it" in output
+    assert (
+        status == 0 and golden.text("node.logger_killed") in output and golden.text("node.continues_without") in output
+    )
     assert curves(tmp_path / "late")["rounds"] == [(each["count"], each["round"]) for each in node.result["rounds"]]
 
 

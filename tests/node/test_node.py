@@ -16,6 +16,7 @@ from lsgd.node.restarts import MOST_RESTARTS, RESTART_WINDOW_S, Restarts
 from lsgd.node.screen import Screen
 from lsgd.node.transcript import Reading
 from lsgd.server.daemon import CRASHED, MOVED
+from tests import golden
 
 from ..speed import scaled
 from .simulated_node import World, after, all_of, forever, killed, leaver, server, stubborn, worker
@@ -26,7 +27,7 @@ def test_a_failure_stops_the_run_and_is_reported(capfd) -> None:
     assert world.finish() == 7
     assert world.lines.index("[server] stopped") < world.lines.index("[good] saved")
     assert "SIGTERM to good" not in world.out
-    assert "bad failed with exit code 7" in (err := capfd.readouterr().err) and "    oops\n" in err
+    assert golden.text("node.failed_7") in (err := capfd.readouterr().err) and "    oops\n" in err
     assert world.now < 1010
 
 
@@ -47,7 +48,7 @@ def test_workers_of_a_server_that_is_dead_for_good_save_and_leave(capfd) -> None
     assert world.finish() == 128 + SIGKILL
     assert world.lives["server"] == 3
     assert "[worker] saved" in world.out and "SIGTERM to worker" not in world.out
-    assert "server was killed by SIGKILL" in capfd.readouterr().err
+    assert golden.text("node.server_killed") in capfd.readouterr().err
 
 
 def test_workers_that_the_server_cannot_end_save_and_leave() -> None:
@@ -59,7 +60,7 @@ def test_workers_that_the_server_cannot_end_save_and_leave() -> None:
 
 def test_a_killed_process_is_a_failure_with_its_signal(capfd) -> None:
     assert World({"worker": killed()}).finish() == 128 + SIGKILL
-    assert "worker was killed by SIGKILL (out of memory?)" in capfd.readouterr().err
+    assert golden.text("node.killed_oom") in capfd.readouterr().err
 
 
 def test_a_killed_process_is_started_again_after_longer_and_longer() -> None:
@@ -67,13 +68,13 @@ def test_a_killed_process_is_started_again_after_longer_and_longer() -> None:
     assert world.finish() == 0
     waits = [line.partition("restarting it in ")[2].partition(" s (")[0] for line in world.lines]
     assert [wait for wait in waits if wait] == ["1", "2", "4", "8"]
-    assert "(4 more restarts within 10 minutes)" in world.out
+    assert golden.text("node.more_restarts") in world.out
 
 
 def test_a_server_that_failed_in_its_own_code_is_started_again_a_bounded_number_of_times() -> None:
     world = World({"server": killed(code=70, then=server), "worker": worker}, restarts=5)
     assert world.passes(100)
-    assert "server failed with exit code 70; restarting it in 1 s (4 more restarts" in world.out
+    assert golden.text("node.failed_70") in world.out
     world.ending.ask("SIGINT")
     assert world.finish() == 0
     world = World({"server": killed(code=70, times=9), "worker": leaver}, restarts=1)
@@ -92,7 +93,7 @@ def test_a_worker_that_had_completed_a_round_is_started_again_at_once() -> None:
 
     world = World({"server": server, "worker": dies}, restarts=1)
     assert world.finish() == 0
-    assert all_of(world.lines, "worker was killed by SIGKILL (out of memory?); restarting it now (1 more restarts") == 3
+    assert all_of(world.lines, golden.text("node.killed_restarting")) == 3
 
 
 def test_a_process_that_worked_before_it_died_is_started_again_at_once_and_more_often() -> None:
@@ -113,7 +114,7 @@ def test_a_process_that_worked_before_it_died_is_started_again_at_once_and_more_
 def test_a_worker_that_the_run_evicted_is_started_again_however_often() -> None:
     world = World({"worker": killed(code=76, times=9, then=after(0.0))}, restarts=1)
     assert world.finish() == 0
-    assert all_of(world.lines, "worker was evicted from the run; restarting it in 1 s") == 9
+    assert all_of(world.lines, golden.text("node.evicted_restarting")) == 9
 
 
 def test_deaths_of_long_ago_do_not_count() -> None:
@@ -139,7 +140,7 @@ def test_a_worker_that_ends_by_itself_is_not_started_again(code, words) -> None:
 def test_a_failed_server_ends_the_workers() -> None:
     world = World({"server": after(1.0, 4), "worker": forever})
     assert world.finish() == 4
-    assert "server failed with exit code 4" in world.out and "SIGTERM to worker" in world.out
+    assert golden.text("node.failed_4") in world.out and "SIGTERM to worker" in world.out
 
 
 def test_a_server_that_has_said_why_the_run_fails_needs_no_report_of_its_lines(capfd) -> None:
@@ -163,7 +164,7 @@ def test_a_mistake_that_the_screen_has_shown_is_not_reported_again(capfd) -> Non
 
     world = World({"server": server, "bad": fails, "too": fails})
     assert world.finish() == 7
-    assert "bad failed with exit code 7; all that it printed is in " in world.out and "too failed" not in world.out
+    assert golden.text("node.failed_printed") in world.out and "too failed" not in world.out
     assert capfd.readouterr().err == ""
 
 
@@ -225,7 +226,7 @@ def test_a_server_that_dies_before_it_could_stop_the_run_is_started_again_to_do_
     assert world.passes(0.5)
     world.ending.ask("SIGINT")
     assert world.finish() == 0, world.out
-    assert while_stopping or "restarting server now, to tell it that the run ends" in world.out
+    assert while_stopping or golden.text("node.restarting_to_end") in world.out
     assert world.lines.index("[server] stopped") < world.lines.index("[worker] saved")
 
 
@@ -234,7 +235,7 @@ def test_a_second_signal_kills_at_once() -> None:
     world.ending.ask("SIGINT")
     world.ending.ask("SIGTERM")
     assert world.finish(1.0) == 128 + SIGINT
-    assert "SIGKILL to server, worker" in world.out
+    assert golden.text("node.killing") in world.out
 
 
 @pytest.mark.parametrize("first", ["SIGHUP", "SIGTERM"])
@@ -257,7 +258,7 @@ def test_servers_end_after_the_workers() -> None:
     world = World({"server": deaf, "worker": after(1.0)})
     assert world.finish() == 0
     said = world.out
-    assert said.index("the workers have ended before the end of the run") < said.index("SIGTERM to server")
+    assert said.index(golden.text("node.ended_early")) < said.index("SIGTERM to server")
     assert world.now - 1001 >= module.LINGER_S
 
 
@@ -286,7 +287,7 @@ def test_a_script_that_never_joins_the_run_has_not_trained(capfd) -> None:
     world = World({"server": server, "worker": after(1.0)})
     world.joined = world.ended = set()
     assert world.finish() == NotTrainedError.exit_code
-    assert "its script has to call lsgd.wrap(model, optimizer), or Worker.join" in capfd.readouterr().err
+    assert golden.text("node.call_wrap") in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("of", [1, 2])
@@ -301,7 +302,7 @@ def test_a_node_whose_workers_all_leave_early_has_failed(of) -> None:
         assert world.passes(10)
         world.over = True
     assert world.finish() == (0 if of == 2 else NotTrainedError.exit_code)
-    assert "worker0 left before the end of the run and has no consensus model" in world.out
+    assert golden.text("node.left_early") in world.out
 
 
 @pytest.mark.parametrize("of", [1, 2])
@@ -311,9 +312,9 @@ def test_a_worker_that_joins_too_late_is_no_failure_unless_all_of_the_node_do(of
         assert world.passes(10)
     world.over, world.outcome = True, "all is done"
     assert world.finish() == (0 if of == 2 else RunOverError.exit_code)
-    assert "late joined too late, and has not trained since (exit code 69)" in world.out
+    assert golden.text("node.late") in world.out
     if of == 2:
-        assert world.node.conclude()[2] == "all is done; late joined too late, and ended without training"
+        assert world.node.conclude()[2] == golden.text("node.late_ended")
 
 
 def test_the_run_continues_without_a_worker_that_ended_as_an_outlier_on_the_node_that_serves() -> None:
@@ -321,7 +322,7 @@ def test_the_run_continues_without_a_worker_that_ended_as_an_outlier_on_the_node
     world.ended = set()
     assert world.passes(60)
     assert not world.stopping
-    assert all_of(world.lines, "odd failed with exit code 65; the run continues without it") == 1
+    assert all_of(world.lines, golden.text("node.odd_continues")) == 1
     world.over = True
     assert world.finish() == 0
 
@@ -332,7 +333,7 @@ def test_other_nodes_are_served_although_all_workers_of_this_one_were_outliers(c
     assert world.passes(3600)
     world.ending.ask("SIGINT")
     assert world.finish() == 65
-    assert "odd0 failed with exit code 65" in capfd.readouterr().err
+    assert golden.text("node.odd_failed") in capfd.readouterr().err
 
 
 def test_a_node_whose_workers_are_all_outliers_has_failed() -> None:
@@ -355,7 +356,7 @@ class TestObservers:
         world = World({"server": server, "worker": after(5.0), "logger": killed(1.0, code=code)}, restarts=3)
         assert world.finish() == 0 and capfd.readouterr().err == ""
         how = "failed with exit code 3" if code else "was killed by SIGKILL (out of memory?)"
-        assert f"logger {how}; the run continues without it" in world.out
+        assert golden.text("node.logger_continues", how=how) in world.out
         assert world.lives["logger"] == 1
 
     def test_one_may_write_what_is_left_and_is_ended_if_it_does_not(self) -> None:
@@ -390,14 +391,14 @@ class TestRelay:
 
         world = World({"server": server, "worker": after(9.0), "relay": killed(then=relays)}, restarts=1)
         assert world.finish() == 0
-        assert "relay was killed by SIGKILL" in world.out and "restarting it in 1 s" in world.out
+        assert golden.text("node.relay_killed") in world.out and "restarting it in 1 s" in world.out
         assert "[relay] last" in world.lines
 
     @pytest.mark.parametrize("code", [2, None])
     def test_one_that_fails_or_dies_too_often_ends_nothing(self, code) -> None:
         world = World({"server": server, "worker": after(9.0), "relay": killed(code=code, times=9)})
         assert world.finish() == 0
-        assert "the run continues without it" in world.out and world.lives["relay"] == 1
+        assert golden.text("node.continues_without") in world.out and world.lives["relay"] == 1
 
     def test_one_that_cannot_be_started_again_ends_nothing(self) -> None:
         def relays(process):
@@ -407,8 +408,8 @@ class TestRelay:
 
         world = World({"server": server, "worker": after(99.0), "relay": relays}, restarts=2)
         assert world.finish() == 0
-        assert world.out.count("relay cannot be restarted: Cannot allocate memory") == 2
-        assert "the run continues without it" in world.out
+        assert world.out.count(golden.text("node.relay_no_memory")) == 2
+        assert golden.text("node.continues_without") in world.out
 
 
 def test_a_worker_that_is_started_again_goes_on_from_its_checkpoint(tmp_path: Path, capfd) -> None:
@@ -437,7 +438,7 @@ def test_a_program_that_cannot_be_started_is_an_error_in_words() -> None:
     def refuses(process):
         raise OSError(errno.ENOEXEC, "Exec format error")
 
-    with pytest.raises(ConfigError, match=r"^worker0: worker0 cannot be started: Exec format error; begin it with #!"):
+    with pytest.raises(ConfigError, match=golden.pattern("node.no_program_worker")):
         World({"server": server, "worker0": refuses})
 
 
@@ -477,7 +478,7 @@ class TestStages:
         self.over(world)
         world.disk_is_full = True
         world.finish()
-        assert "the next stage cannot begin: the results cannot be moved" in world.out and world.stage == 1
+        assert golden.text("node.no_next_stage") in world.out and world.stage == 1
 
     def test_a_run_that_is_stopped_begins_none(self) -> None:
         world = World(TWO)
@@ -528,7 +529,7 @@ class TestTakingOver:
         world = World({"worker0": worker, "server": server}, serve=("server",))
         world.silent = world.disk_is_full = True
         assert world.passes(SERVE_AGAIN_S * 2.5) and world.lives == {"worker0": 1}
-        assert world.out.count("this node cannot serve the run: the journal cannot be written") == 3
+        assert world.out.count(golden.text("node.journal_unwritten")) == 3
         world.disk_is_full = False
         assert world.passes(SERVE_AGAIN_S) and world.lives == {"worker0": 1, "server": 1}
 
@@ -540,7 +541,7 @@ class TestTakingOver:
         world = World(scripts, serve=("server", "relay"))
         world.silent = True
         assert world.passes(SERVE_AGAIN_S * 1.5) and not world.node.serves
-        assert world.out.count("this node cannot serve the run: Resource temporarily unavailable") == 2
+        assert world.out.count(golden.text("node.no_fork")) == 2
         scripts["relay"] = forever
         assert world.passes(SERVE_AGAIN_S) and world.node.serves
         assert world.lives["worker0"] == 1
@@ -549,7 +550,7 @@ class TestTakingOver:
         scripts = {"server": after(3.0, MOVED), "relay": forever, "worker0": worker}
         world = World(scripts, shared=True)
         assert world.passes(60.0) and not world.node.serves
-        assert "looks where the run continues, because its server has given up; its own servers are ended" in world.out
+        assert golden.text("node.looks_elsewhere") in world.out
         assert world.lives == {"server": 1, "relay": 1, "worker0": 1}
         world.over = world.finished = True
         assert world.finish() == 0
@@ -559,7 +560,7 @@ class TestTakingOver:
         world.upon(Event.FOLLOW)
         assert world.passes(RETIRES_S - 1.0) and not world.node.serves
         assert not any("are ended" in line for line in world.lines)
-        assert world.passes(2.0) and any("its own servers are ended" in line for line in world.lines)
+        assert world.passes(2.0) and any(golden.text("node.servers_ended") in line for line in world.lines)
         assert world.lives["server"] == 1
         world.over = world.finished = True
         assert world.finish() == 0

@@ -6,6 +6,7 @@ import signal
 import pytest
 
 from lsgd.run_folder import runs, stage_of
+from tests import golden
 
 from ..integration.running import free_port
 from .test_launch import Node, start, until
@@ -66,7 +67,7 @@ def test_folds_are_stages_also_for_a_worker_that_dies_in_one(start) -> None:
     assert [(each["fold"], each["whole"]) for each in dies] == [(1, True), (1, False), (2, True), (3, True)]
     passed = dies.pop(1)
     assert passed["before"] == 12 and not passed["first"]
-    assert "goes through it without training" in output and "stage 1 of the run is over" in output
+    assert golden.text("stages.without_training") in output and golden.text("stages.over") in output
     assert [each["weights"] for each in stays] == [each["weights"] for each in dies]
     assert [each["first"] for each in stays] == [True] * 3
     assert [stage_of(run) for run in runs(node.run_dir / "checkpoints")] == [3, 2, 1]
@@ -106,7 +107,7 @@ def test_after_a_stop_the_next_stage_does_not_begin(start) -> None:
     status, output = node.finish()
     assert status == 0, output
     assert [each["fold"] for each in folds(node, 0)] == [1, 2]
-    assert "stage 3 of the run does not begin: the run is over: " in output
+    assert golden.text("stages.not_begun") in output
     result = json.loads((node.run_dir / "result.json").read_text())
     assert (stage_of(result["run"]), result["state"]) == (2, "stopped")
 

@@ -22,6 +22,7 @@ import pytest
 from lsgd.node import transcript as module
 from lsgd.node.screen import CONTROL, Screen
 from lsgd.node.transcript import MAX_LINE_NCHARS, Transcript
+from tests import golden
 
 from ..integration.running import holders, until
 from ..server.test_output import fill, read
@@ -168,7 +169,7 @@ def test_failure_stops_the_run_and_is_reported(start):
     failing = "until [ -e $HERE/up ]; do sleep 0.02; done; for i in $(seq 30); do echo line $i; done; exit 7"
     status, out, err = start(server=SERVER, good=WORKER, bad=failing).finish()
     assert status == 7
-    assert "bad failed with exit code 7" in err
+    assert golden.text("node.failed_7") in err
     assert "    line 30\n" in err and "    line 11\n" in err
     assert "line 10\n" not in err
     assert out.index("[server] stopped") < out.index("[good] saved")
@@ -184,7 +185,7 @@ def test_killed_process_is_started_again(start, tmp_path):
     }
     status, out, _ = start(**scripts, restarts=1, patience={"LINGER_S": 0.2}).finish()
     assert status == 0
-    assert "worker was killed by SIGKILL" in out and "restarting it in 1 s (0 more restarts within 10" in out
+    assert golden.text("node.worker_killed") in out and golden.text("node.restarting") in out
     for name in scripts:
         assert (tmp_path / f"{name}.log").read_text().splitlines()[:2] == ["dies", "lives"]
 
@@ -205,7 +206,7 @@ def test_second_signal_kills_at_once(start, tmp_path):
     supervised.process.send_signal(signal.SIGTERM)
     status, out, _ = supervised.finish()
     assert status in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-    assert "SIGKILL to server, worker" in out
+    assert golden.text("node.killing") in out
 
 
 def test_nothing_is_left_of_a_process_that_started_others(start, tmp_path):
@@ -224,7 +225,7 @@ def test_nothing_is_left_of_what_left_its_session(start, tmp_path):
     (tmp_path / "go").touch()
     status, out, _ = supervised.finish()
     assert (tmp_path / "more").exists()
-    assert status == 0 and "ended what the workers' scripts had left running: processes [" in out
+    assert status == 0 and golden.text("node.left_running") in out
 
 
 def zombies(parent: int) -> list[int]:
@@ -290,8 +291,8 @@ def test_a_full_disk_costs_lines_of_the_log_and_nothing_else(start, tmp_path):
     assert [line for line in out.splitlines() if "[worker]" in line] == [
         f"[worker] {n}" for n in ("two", "three", "four")
     ]
-    assert out.count("worker.log cannot be written: No space left on device; training continues") == 1
-    assert f"the last 3 lines are missing in the log {tmp_path}/worker.log: No space left on device" in out
+    assert out.count(golden.text("node.log_full")) == 1
+    assert golden.text("node.lines_missing", path=tmp_path) in out
     assert (tmp_path / "server.log").read_text() == "one\n"
 
 
@@ -322,8 +323,8 @@ def test_a_log_goes_on_when_there_is_space_again(start, tmp_path):
     *whole, told, end = (tmp_path / "worker.log").read_text().splitlines()
     assert end == "end" and whole == [str(n) for n in range(1, len(whole) + 1)]
     missing = 2000 - len(whole)
-    assert told == f"... {missing} lines are missing here: File too large"
-    assert f"worker.log is written again; {missing} lines are missing in it" in out
+    assert told == golden.text("node.missing_here", missing=missing)
+    assert golden.text("node.written_again", missing=missing) in out
 
 
 def test_progress_bar_stays_below_the_lines_of_the_others(start, tmp_path):

@@ -16,6 +16,7 @@ from lsgd.pairing.record import Run
 from lsgd.pairing.session import HIDE_S
 from lsgd.pairing.visit import Visit
 from lsgd.protocol.keys import KeyRing, default_folder, parse_token
+from tests import golden
 
 ABOUT = About("alpha", 0, 2, "0.1.0", "2.13.0", "/home/a/train.py", "python train.py", "aa")
 RUN = Run("mine", ("python", "train.py"), 2, "192.0.2.1", 27400)
@@ -84,7 +85,7 @@ def test_a_guest_gets_a_place_and_the_token_for_it(place: Place) -> None:
     keys = parse_token(visit.grant.token, "the grant")
     assert KeyRing(default_folder()).allowed(keys.public) == keys.name == "node1"
     assert Run.read(place.folder / "run").members == {Peers(place.folder / "guest").identity: 1}
-    assert place.host_lines[-1] == "beta joins as node 1: 2 workers on CPU, torch 2.13.0, lsgd 0.1.0"
+    assert place.host_lines[-1] == golden.text("pairing.joins")
 
 
 def test_the_second_time_nothing_is_typed_and_the_place_is_the_same(place: Place) -> None:
@@ -119,7 +120,7 @@ def test_a_code_typed_at_the_host_is_shown_to_none_of_several(place: Place) -> N
 
 def test_another_script_is_said_before_anything_trains(place: Place) -> None:
     visit = joins(place, about=replace(ABOUT, digest="bb"))
-    assert "another one than alpha's" in visit.failed and "--anyway" in visit.failed
+    assert golden.text("pairing.another_script") in visit.failed and "--anyway" in visit.failed
     place.until(lambda: "does not join" in place.host_lines[-1], "the host is told")
     assert place.door.came == {}
     again = place.visit(about=replace(ABOUT, digest="bb"), differs=True)

@@ -15,6 +15,7 @@ from lsgd.pairing.record import Run, checked_name, died
 from lsgd.pairing.up import DOOR_PORT, parse_place
 from lsgd.pairing.visit import Grant
 from lsgd.run_folder import JOURNAL, RESULT
+from tests import golden
 
 ABOUT = About("alpha", 0, 2, "0.1.0", "2.13.0+cpu", "/home/a/train.py", "python train.py", "aa")
 
@@ -42,11 +43,8 @@ def test_the_digest_is_of_the_script_and_what_it_imports_wherever_they_lie(tmp_p
 def test_differences_are_said_with_what_to_type() -> None:
     assert differences(ABOUT, ABOUT) == ([], [])
     wrong, noted = differences(replace(ABOUT, digest="bb", torch="2.13.1"), ABOUT)
-    assert wrong == [
-        "the script (or a module beside it) is another one than alpha's; take that one: "
-        "scp alpha:/home/a/train.py /home/a/train.py"
-    ]
-    assert noted == ["alpha has torch 2.13.0+cpu, and this machine 2.13.1: pip install torch==2.13.0"]
+    assert wrong == [golden.text("pairing.other_script")]
+    assert noted == [golden.text("pairing.other_torch")]
     wrong, noted = differences(replace(ABOUT, lsgd="0.2.0", torch="2.6.0", command="python train.py --lr 1"), ABOUT)
     assert (len(wrong), len(noted)) == (2, 1)
 

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from lsgd.pairing.code import TRIES, WORDS, OwnCode, new_code, parse_code
 from lsgd.pairing.session import HIDE_S, End, Hello, Send, Session, Stage, WrongCode
+from tests import golden
 
 from .conversation import GUEST, HOST, Conversation
 
@@ -215,14 +216,14 @@ def test_a_machine_does_not_pair_with_itself() -> None:
     host, guest = (Session(own, OwnCode("iris fox"), lambda identity: b"", 0.0, hosts=side) for side in (HOST, GUEST))
     (hello,) = host.begin()
     assert isinstance(hello, Send)
-    assert guest.receive(hello.data, 0.0) == [End("that is this machine")]
+    assert guest.receive(hello.data, 0.0) == [End(golden.text("pairing.this_machine"))]
 
 
 def test_codes_are_two_of_256_words_however_they_are_typed() -> None:
     assert len(set(WORDS)) == 256
     assert all(parse_code(code) == code for code in (new_code() for _ in range(100)))
     assert parse_code("  Crimson-OTTER\n") == "crimson otter"
-    with pytest.raises(Exception, match="did you mean otter"):
+    with pytest.raises(Exception, match=golden.pattern("pairing.mean_otter")):
         parse_code("crimson oter")
     with pytest.raises(Exception, match="has two words"):
         parse_code("crimson")

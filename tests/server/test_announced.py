@@ -3,6 +3,8 @@
 import pytest
 
 from lsgd.protocol.messages import PROTOCOL, NodeHello, NodeLeave, Waiting, Welcome
+from lsgd.server.reasons import Why
+from tests import golden
 
 from .helpers import Bench, make_plan
 
@@ -24,10 +26,12 @@ def test_it_begins_with_the_workers_of_all_nodes(bench) -> None:
         bench.say(hello(node, workers))
     for place in places[:3]:
         assert isinstance(bench.join(place)[place][0], Waiting)
-    assert bench.only("11").reason == "joined so far: 3 workers; 2 of 3 nodes have connected; missing: node2"
+    assert bench.only("11").reason == Why.JOINING_NODES(
+        workers="3 workers", nodes=2, wanted=3, missing="; missing: node2"
+    )
     bench.say(hello(2, 2))
     assert not bench.got
-    assert bench.join("20")["20"][0].reason == "4 of 5 workers have joined; missing: node2/worker1"
+    assert bench.join("20")["20"][0].reason == Why.JOINING(here=4, wanted=5, missing="; missing: node2/worker1")
     bench.join("21")
     welcomes = [bench.only(place) for place in places]
     assert [(w.rank, w.world_size) for w in welcomes] == [(rank, 5) for rank in range(5)]
@@ -46,7 +50,7 @@ def test_a_node_that_leaves_is_waited_for_and_may_come_back_with_fewer(bench) ->
     assert bench.state.joined().code == "joining_nodes"
     bench.say(hello(1, 1))
     bench.join("10", incarnation=2)
-    assert bench.state.joined() == "4 of 5 workers have joined"
+    assert bench.state.joined() == Why.JOINING(here=4, wanted=5, missing="")
     bench.say(hello(2, 1))
     assert {place: type(answers[0]) for place, answers in bench.got.items()} == dict.fromkeys(
         ("00", "01", "10", "20"), Welcome
@@ -63,4 +67,4 @@ def test_without_all_nodes_nobody_waits_for_longer_than_the_plan_says(bench) -> 
     bench.say(hello(0, 1))
     bench.join("00")
     bench.tick(601.0)
-    assert "after 600 s only joined so far: 1 worker; 1 of 3 nodes have connected" in bench.only("00").reason
+    assert golden.text("reasons.too_few") in bench.only("00").reason

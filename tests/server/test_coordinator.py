@@ -33,12 +33,13 @@ from lsgd.protocol.messages import (
 )
 from lsgd.server.coordinator import LINGER_S
 from lsgd.server.next_step import waits_for
-from lsgd.server.reasons import NO_REASON
+from lsgd.server.reasons import NO_REASON, Why
 from lsgd.server.roster import MAX_LEFT, Member, MemberState, Roster
 from lsgd.server.rounds import FIRST_LINES, MAX_FAILED_ROUNDS, MAX_LOSSES, abridged
 from lsgd.server.tenure import Access
 from lsgd.server.waits import LONG_ROUND_S
 from lsgd.settings import AlgorithmSettings
+from tests import golden
 
 from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_plan, started
 
@@ -47,10 +48,12 @@ from .helpers import Bench, Lockstep, Refused, Waiting, Welcome, greeting, make_
 
 def test_join_waits_for_the_others_then_all_are_welcome() -> None:
     bench = Bench(workers=2)
-    assert bench.join("01")["01"] == [Waiting(0, "1 of 2 workers have joined")]
+    assert bench.join("01")["01"] == [Waiting(0, Why.JOINING(here=1, wanted=2, missing=""))]
     assert bench.waits() == "joining"
     answers = bench.join("00")
-    assert bench.notes == ["node0/worker0 joins from 10.0.0.1; 2 of 2 workers have joined"]
+    assert bench.notes == [
+        Why.JOINS(worker="node0/worker0", address="10.0.0.1", joined=Why.JOINING(here=2, wanted=2, missing=""))
+    ]
     welcomes = {place: answers[place][0] for place in ("00", "01")}
     assert all(isinstance(w, Welcome) and w.world_size == 2 and w.run == "run" for w in welcomes.values())
     assert [welcomes["00"].rank, welcomes["01"].rank] == [0, 1]
@@ -154,7 +157,7 @@ def test_two_living_workers_of_one_name_are_refused() -> None:
     (contested,) = bench.say(twin)["00"]
     assert contested == Waiting(
         0,
-        "another process was node0/worker0 until 0.0 s ago; this one takes its place if it stays silent",
+        Why.NAME_CONTESTED(worker="node0/worker0", heard_s=0),
     )
     bench.now += 1.0
     bench.say(Heartbeat("node0/worker0", 1))
@@ -282,8 +285,8 @@ def test_first_round_starts_all_from_the_model_of_rank_0() -> None:
     assert (round.source, round.new, round.leader, round.leaders) == (0, (1, 2), 0, (0, 2))
     assert round.generation.node_sizes == (2, 1) and round.generation.transport == "tcp"
     assert bench.notes == [
-        "generation 1: 3 workers on 2 nodes, over tcp",
-        "global round 1: leader node0/worker0 (no loss yet), 0 iterations",
+        Why.GENERATION(number=1, workers="3 workers", nodes="2 nodes", transport="tcp", why=""),
+        Why.ROUND(scope="global", id=1, where="", who="leader node0/worker0 (no loss yet)", count=0),
     ]
 
 
@@ -313,7 +316,7 @@ def test_nccl_carries_tensors_inside_nodes_where_each_worker_has_a_gpu_and_sends
     generation = bench.round(*gpus).generation
     assert (generation.transport, generation.nccl_nodes) == (transport, nccl_nodes)
     (note,) = [str(note) for note in bench.notes if note.code == "generation"]
-    assert note.endswith(f"over {transport}" + ", and nccl inside nodes" * bool(nccl_nodes))
+    assert note.endswith(f"over {transport}" + golden.text("reasons.nccl_inside") * bool(nccl_nodes))
 
 
 def test_a_run_over_nccl_refuses_a_worker_without_a_gpu_of_its_own() -> None:
@@ -347,12 +350,14 @@ def test_token_by_token_to_a_local_and_a_global_round() -> None:
     bench.ask("00")
     assert not bench.got
     assert waits_for(bench.state, bench.now) == (
-        "the next round waits 0.0 s for node0/worker1, node1/worker0, node1/worker1"
+        Why.BUSY(waited_s=0, who="node0/worker1, node1/worker0, node1/worker1", open_round="")
     )
     bench.ask("01")
     local = bench.round("00", "01")
     assert (local.scope, local.leader, local.leaders, local.new) == ("local", 0, (0, -1), ())
-    assert bench.notes == ["local round 2 of node0: leader node0/worker0 (no loss yet), 14 iterations"]
+    assert bench.notes == [
+        Why.ROUND(scope="local", id=2, where=" of node0", who="leader node0/worker0 (no loss yet)", count=14)
+    ]
     # The other group is not held up: it may train on, and so may this one.
     assert not bench.ask("10")
     bench.ask("11")
@@ -510,7 +515,7 @@ def test_a_phase_of_gradient_averaging_then_leader_sgd() -> None:
         assert json.loads(bench.round("00", "01").algorithm)["name"] == "allreduce"
         bench.complete_all("00", "01")
     bench.ask_all("00", "01")  # 4 are made: the fifth cannot be made by both
-    assert bench.notes[0] == "phase 2: leader, from iteration 4 on"
+    assert bench.notes[0] == Why.PHASE(number=2, algorithm="leader", count=4)
     assert json.loads(bench.round("00", "01").algorithm) == {"name": "leader", **asdict(leader)}
     assert bench.round("00", "01").new == bench.round("00", "01").averaged == ()  # models are the same
     bench.complete_all("00", "01")
@@ -590,12 +595,12 @@ def test_a_change_is_told_and_a_wrong_one_refused() -> None:
     bench = started("00")
     bench.coordinator.change({"pull_global": "0.5"})
     bench.tick()
-    assert bench.notes == ["pull_global is set to 0.5"]
-    with pytest.raises(ConfigError, match=r"^lease_s cannot be changed during a run; stop it, and resume"):
+    assert bench.notes == [Why.CHANGED(name="pull_global", text="0.5")]
+    with pytest.raises(ConfigError, match=golden.pattern("reasons.fixed_lease")):
         bench.coordinator.change({"lease_s": "3"})
-    with pytest.raises(ConfigError, match=r"^lsgd set: iterations = 'many' is not a whole number$"):
+    with pytest.raises(ConfigError, match=golden.pattern("reasons.not_whole")):
         bench.coordinator.change({"iterations": "many"})
-    with pytest.raises(ConfigError, match=r"^lsgd set: iterations = '1(0{20})' is beyond 1,000,000,000,000,000$"):
+    with pytest.raises(ConfigError, match=golden.pattern("reasons.beyond")):
         bench.coordinator.change({"iterations": str(10**20)})
 
 
@@ -714,9 +719,7 @@ def test_the_same_request_gets_the_same_answer() -> None:
 def test_a_held_request_said_again_hears_what_it_waits_for() -> None:
     bench = Bench("00", "01")
     bench.ask("00")
-    assert bench.ask("00", same=True)["00"] == [
-        Waiting(1, "the first round waits for the first request of node0/worker1")
-    ]
+    assert bench.ask("00", same=True)["00"] == [Waiting(1, Why.FIRST_REQUESTS(who="node0/worker1"))]
 
 
 def test_a_late_request_changes_nothing() -> None:
@@ -1025,8 +1028,7 @@ def test_a_round_that_takes_long_is_said_with_how_far_it_is() -> None:
     assert bench.waits(1.0) == "nobody"
     bench.say(Heartbeat(*bench.who("01"), transfer="7.1 of 50.0 MB with node0/worker0 at 5.00 Mbit/s, about 69 s left"))
     assert waits_for(bench.state, bench.now + LONG_ROUND_S + 1.0) == (
-        "round 1 has been under way for 4 s at node0/worker0, node0/worker1: node0/worker1 has moved 7.1 of 50.0 MB "
-        "with node0/worker0 at 5.00 Mbit/s, about 69 s left"
+        Why.UNDER_WAY(id=1, for_s=4, who="node0/worker0, node0/worker1", transfer=golden.text("reasons.moved_7"))
     )
 
 
@@ -1267,24 +1269,26 @@ def test_the_run_ends_though_somebody_does_not_leave() -> None:
 
 def test_what_is_waited_for_in_words() -> None:
     bench = started("00", "01", "02", "03", "04", "05", period=1, local_period=1)
-    assert waits_for(bench.state, bench.now) == "all workers are training; 6 workers are in the run"
+    assert waits_for(bench.state, bench.now) == Why.NOBODY(joined=Why.STARTED(here=6, are="s are"))
     bench.ask("00")
     assert waits_for(bench.state, bench.now + 3.2) == (
-        "the next round waits 3.2 s for node0/worker1, node0/worker2, node0/worker3, node0/worker4 and 1 more"
+        Why.BUSY(
+            waited_s=3.2, who="node0/worker1, node0/worker2, node0/worker3, node0/worker4 and 1 more", open_round=""
+        )
     )
     bench.ask_all("01", "02", "03", "04", "05")
     bench.complete("00", 2)
     bench.ask("00")
-    assert waits_for(bench.state, bench.now + 4).endswith("and 1 more (round 2 is not completed yet)")
+    assert waits_for(bench.state, bench.now + 4).endswith(golden.text("reasons.open_round"))
 
 
 def test_workers_of_a_node_that_leaves_are_in_the_run_no_more() -> None:
     bench = started("00", "01", "10", period=8)
     bench.say(NodeLeave(1, 5, "node1 is to end"))
-    assert waits_for(bench.state, bench.now) == "all workers are training; 2 workers are in the run"
+    assert waits_for(bench.state, bench.now) == Why.NOBODY(joined=Why.STARTED(here=2, are="s are"))
     bench.ask("10")
     assert bench.member("10").state is MemberState.ENDED
-    assert waits_for(bench.state, bench.now) == "all workers are training; 2 workers are in the run"
+    assert waits_for(bench.state, bench.now) == Why.NOBODY(joined=Why.STARTED(here=2, are="s are"))
 
 
 def test_members_go_to_whom_they_are_news() -> None:

@@ -8,6 +8,7 @@ from lsgd.protocol.messages import Dealt, Refused
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.data import MAX_DEALS, MAX_PASSES, MAX_SITES
 from lsgd.server.journal import capture, restore
+from tests import golden
 
 from .helpers import Bench, check_invariants, started
 
@@ -32,8 +33,8 @@ def test_before_anything_is_learned_the_run_fails_for_all() -> None:
     bench = started("00", "01")
     assert not deal(bench, "00")
     words = deal(bench, "01", seed="1", length="80")
-    assert words.startswith("node0/worker1 and node0/worker0 divide other data at train.py:7 (length 80 and 100; seed")
-    assert "give all workers the same dataset; pass the same seed on all workers. Or," in words
+    assert words.startswith(golden.text("data.divided_at"))
+    assert golden.text("data.same_dataset") in words
     assert bench.state.failed == words and bench.state.failed.code == "other_deal"
 
 
@@ -89,8 +90,8 @@ def test_the_orders_of_passes_are_compared_too() -> None:
     assert not deal(bench, "01", 1, "another, and long ago")
     last = MAX_PASSES + 3
     assert not deal(bench, "01", last, f"order {last}")
-    assert f"(another order of pass {last}), but" in (words := deal(bench, "02", last, "another"))
-    assert "let the sampler draw the same order on all workers" in words
+    assert golden.text("data.order_of_pass", last=last) in (words := deal(bench, "02", last, "another"))
+    assert golden.text("data.same_order") in words
 
 
 def test_places_are_compared_by_themselves_and_not_without_end() -> None:
@@ -109,7 +110,7 @@ def test_what_only_those_have_said_that_left_binds_nobody() -> None:
     assert not deal(bench, "01", length="50") and not deal(bench, "02", length="50")
     assert not deal(bench, "02", length="60")
     bench.leave("02")
-    assert "and a worker that has left divide other data" in deal(bench, "01", length="70")
+    assert golden.text("data.by_one_gone") in deal(bench, "01", length="70")
 
 
 def test_another_server_goes_on_with_what_was_said() -> None:
@@ -120,7 +121,7 @@ def test_another_server_goes_on_with_what_was_said() -> None:
     bench.coordinator = Coordinator(restore(saved, bench.now + 1.0))
     check_invariants(bench.state)
     assert json.loads(json.dumps(bench.state.data.to_json())) == saved["data"]
-    assert "another order of pass 3" in deal(bench, "01", 3, "other")
+    assert golden.text("data.order_of_pass_3") in deal(bench, "01", 3, "other")
 
 
 def test_a_newcomer_with_the_data_that_another_began_with_is_refused() -> None:
@@ -131,5 +132,5 @@ def test_a_newcomer_with_the_data_that_another_began_with_is_refused() -> None:
     assert not any(isinstance(m, Refused) for m in bench.data("01", "order", "order").get("01", [])), "other noise"
     bench.join("02")
     (refused,) = bench.data("02", "order", "order")["02"]
-    assert "worker2 and node0/worker0 draw the same batches" in refused.reason
-    assert "(one came later, and their first steps have the same data in the same order): give" in refused.reason
+    assert golden.text("data.same_batches") in refused.reason
+    assert golden.text("data.came_later") in refused.reason

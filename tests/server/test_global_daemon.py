@@ -43,9 +43,11 @@ from lsgd.protocol.sockets import Connector, Listener, wait_for
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import EXIT_AT_ONCE, Ending
 from lsgd.server.global_daemon import GlobalDaemon
+from lsgd.server.reasons import Why
 from lsgd.server.standbys import Standbys
 from lsgd.server.state import RunState
 from lsgd.server.tenure import Tenure
+from tests import golden
 
 from ..integration.running import DEADLINE_S, Cluster, free_port, until
 from .helpers import greeting, make_plan
@@ -99,9 +101,9 @@ def hello(node: int = 0, incarnation: int = 1, host: str = "here") -> bytes:
 def test_it_says_where_it_listens_and_how_to_join_it(cluster) -> None:
     server = cluster.start_global("--workers", "3", "--algorithm", "local")
     line = server.says(r"^\d\d:\d\d:\d\d lsgd \S+ global server on (\S+), local, waits for 3 workers; (.*)$")
-    assert line[2] == f"join from each machine with: lsgd-server --local --node N --connect {line[1]}"
+    assert line[2] == golden.text("server.join_with", address=line[1])
     assert cluster.status()["state"] == "waiting"
-    assert cluster.status()["reason"] == "0 of 3 workers have joined"
+    assert cluster.status()["reason"] == Why.JOINING(here=0, wanted=3, missing="")
 
 
 @pytest.mark.parametrize("end", [(), ("--iterations", "5"), ("--seconds", "5")])
@@ -126,7 +128,7 @@ def test_a_signal_ends_a_run_that_nobody_is_in(cluster, number) -> None:
     server = cluster.start_global()
     server.send(number)
     server.succeeds()
-    assert f"the run is over: the global server got {number.name}; 0 iterations" in server.output
+    assert golden.text("server.got_signal", signal=number.name) in server.output
 
 
 def test_a_second_signal_ends_it_at_once(cluster, peer) -> None:
@@ -138,7 +140,7 @@ def test_a_second_signal_ends_it_at_once(cluster, peer) -> None:
     assert server.poll() is None
     server.send(signal.SIGTERM)
     assert server.wait() == 3
-    assert "second signal: ending at once, without a consensus model" in server.output
+    assert golden.text("server.second_signal") in server.output
 
 
 def test_an_operator_stops_the_run(cluster) -> None:
@@ -146,7 +148,7 @@ def test_an_operator_stops_the_run(cluster) -> None:
     answer = cluster.ask(StopRun("enough"))
     assert isinstance(answer, Status)
     server.succeeds()
-    assert "the run is over: enough" in server.output
+    assert Why.ENDED(reason="enough") in server.output
 
 
 def test_a_frame_that_is_too_large_is_not_even_taken_in(cluster, peer) -> None:
@@ -200,7 +202,7 @@ def test_garbage_does_not_end_it(cluster, peer) -> None:
     peer.say(encode(StatusQuery(0)))
     assert isinstance(peer.hears(Status)[1], Status)
     server.says("dropped a message from b'node0#1'")  # its output may come after its answer
-    assert server.output.count("dropped a message from b'node0#1'") == 1  # once a peer
+    assert server.output.count(golden.text("server.dropped")) == 1  # once a peer
 
 
 def test_a_frame_that_is_too_long_ends_only_its_own_connection(cluster, peer) -> None:
@@ -215,7 +217,7 @@ def test_another_protocol_is_refused_with_both_sides_named(cluster, peer) -> Non
     assert who == b""
     theirs, ours = f"node0 speaks version {PROTOCOL + 1} of the protocol", f"speaks {PROTOCOL} (lsgd"
     assert theirs in str(refused) and f"on {socket.gethostname()} {ours}" in str(refused)
-    assert "install the same release of lsgd on both" in str(refused)
+    assert golden.text("server.same_release") in str(refused)
     server.says("refused node0 speaks")
     assert cluster.status()["members"] == []
 
@@ -251,7 +253,7 @@ def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(mon
     assert isinstance(answers(b"node0#1", alpha)[0][1], NodeWelcome)
     ((_, refused),) = answers(b"node0#2", beta)
     assert isinstance(refused, Refused)
-    assert "node 0 is in the run already, on alpha; give beta another index (--node" in refused.reason
+    assert golden.text("server.index_taken") in refused.reason
     for _ in range(2):  # the answer may be lost
         assert answers(b"node0#1", encode(NodeLeave(0, 1, "done"))) == [(b"", Left())]
     assert isinstance(answers(b"node0#2", beta)[0][1], NodeWelcome)
@@ -277,7 +279,7 @@ def test_a_run_that_ends_keeps_its_settings(monkeypatch) -> None:
     for now, order in enumerate((StopRun("enough"), ChangeSettings({"iterations": "9"}))):
         link.arrived.append((b"operator", [encode(order)]))
         daemon.turn(float(now))
-    assert link.sent[b"operator"][-1][1] == Refused("the run is ending, so its settings stay: enough")
+    assert link.sent[b"operator"][-1][1] == Refused(golden.text("server.ending"))
 
 
 def test_a_server_that_takes_over_answers_nobody_before_its_own_node_follows_it(monkeypatch) -> None:
@@ -331,7 +333,7 @@ def test_nodes_of_another_stage_are_none_of_this_one() -> None:
         return [message for _, message in link.sent[f"node{node}#1".encode()]]
 
     assert [type(message) for message in says(1, 2, 100.0)] == [NodeWelcome]
-    assert says(2, 1, 100.1) == [RunOver("stage 1 of the run is over", 1)]  # it has missed its end
+    assert says(2, 1, 100.1) == [RunOver(golden.text("stages.over"), 1)]  # it has missed its end
     assert says(1, 3, 100.2) == []  # it has gone on
     assert [type(message) for message in says(2, 0, 100.3)] == [NodeWelcome]  # it asks which one there is
     assert daemon.coordinator.state.gathering.announced == {2: 1}
@@ -363,10 +365,10 @@ def test_a_taken_port_and_a_foreign_address_are_told(cluster, tmp_path) -> None:
     with Listener("tcp://127.0.0.1:0") as listener:
         server = cluster.server("taken", "--global", "--listen", listener.address)
         assert server.wait() == 2
-        assert f"{listener.address} is taken by process {os.getpid()} (" in server.output
+        assert golden.text("server.taken", address=listener.address, pid=os.getpid()) in server.output
     server = cluster.server("foreign", "--global", "--listen", "tcp://192.0.2.1:0", "--insecure")
     assert server.wait() == 2
-    assert "tcp://192.0.2.1:0 is not an address of this machine" in server.output
+    assert golden.text("server.no_address") in server.output
 
 
 def test_it_writes_the_plan_as_used(cluster, tmp_path) -> None:
@@ -433,7 +435,7 @@ def test_a_peer_that_sends_much_keeps_no_signal_waiting(cluster, peer) -> None:
     server.says("dropped a message from b'node0#1'")
     server.send(signal.SIGTERM)
     server.succeeds()
-    assert "the run is over: the global server got SIGTERM" in server.output
+    assert Why.ENDED(reason="the global server got SIGTERM") in server.output
 
 
 def test_a_peer_that_sends_much_keeps_no_other_waiting(cluster, peer) -> None:

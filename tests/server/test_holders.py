@@ -12,7 +12,9 @@ from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import Evicted, Go, Refused, Stop, StopRun
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.journal import capture, restore
+from lsgd.server.reasons import Why
 from lsgd.server.roster import MemberState
+from tests import golden
 
 from .helpers import Bench, started
 
@@ -62,7 +64,7 @@ def test_who_hears_nobody_says_how_long_it_waits_and_waits_as_long(guarded: bool
     bench.state.tenure.guarded = guarded
     fall_silent(bench, "00", "10", "20")
     bench.tick(11)
-    assert f"waits {waits_s} s for them in all" in bench.notes[0]
+    assert golden.text("reasons.waits_in_all", waits_s=waits_s) in bench.notes[0]
     bench.tick(waits_s - 12)
     assert len(bench.roster.members) == 3
     bench.tick(2)
@@ -133,7 +135,7 @@ def test_an_evicted_holder_that_others_have_gone_on_without_has_an_older_model()
     bench.leave("00", failed=True)
     bench.incarnations |= back
     bench.heartbeat("10")
-    assert bench.notes == ["node1/worker0 is back, and has an older model of the run"]
+    assert bench.notes == [Why.BACK(worker="node1/worker0", model="an older model of the run")]
     bench.complete("01", round.id)
     bench.ask("10")
     while "10" not in bench.ask("01"):
@@ -183,10 +185,7 @@ def test_newcomers_alone_go_back_to_the_checkpoint_of_the_most_iterations() -> N
     assert bench.ledger.count == 4
     bench.join("10", resumed=2)
     bench.ask("10")
-    assert bench.notes[0] == (
-        "the workers that had the run's model after 4 iterations are gone: it goes back to checkpoints of 2 "
-        "iterations; 2 are repeated"
-    )
+    assert bench.notes[0] == (Why.GONE_BACK(count=4, resumed=2, lost=2))
     round = bench.round("10")
     assert (round.count, round.source, round.new) == (2, 0, ())
     assert bench.ledger.count == 2
@@ -198,7 +197,7 @@ def test_a_run_without_a_model_waits_for_a_worker_with_a_checkpoint_and_then_fai
     bench.leave("01", did=True)
     bench.join("00", incarnation=2)
     assert not bench.ask("00")
-    assert bench.notes[0].startswith("the run's model is lost after 4 iterations: the workers that had it are gone")
+    assert bench.notes[0].startswith(golden.text("reasons.model_lost"))
     bench.tick(99)
     assert bench.member("00").held
     bench.tick(2)
@@ -223,10 +222,7 @@ def test_a_plan_may_let_a_lost_run_begin_anew() -> None:
     bench.leave("00", did=True)
     bench.join("00", incarnation=2)
     bench.ask("00")
-    assert bench.notes[0] == (
-        "the workers that had the run's model after 2 iterations are gone, and there is no checkpoint: IT STARTS OVER "
-        "with a new model (restart_from_scratch)"
-    )
+    assert bench.notes[0] == (Why.BEGUN_ANEW(count=2))
     assert bench.round("00").count == 0 and bench.ledger.count == 0
 
 

@@ -14,7 +14,9 @@ from lsgd.errors import ConfigError
 from lsgd.run_folder import INPUTS
 from lsgd.server import inputs
 from lsgd.server.inputs import Inputs, Kind, replay
+from lsgd.server.reasons import Why
 from lsgd.server.tenure import Access
+from tests import golden
 
 from .helpers import make_plan
 from .served_run import ServedRun
@@ -88,13 +90,13 @@ class Evil:
 def test_a_file_from_a_stranger_runs_nothing(tmp_path, capsys, what) -> None:
     record = (int(Kind.STATE), 0.0, False, zlib.compress(pickle.dumps(what)))
     (tmp_path / INPUTS[0]).write_bytes(msgpack.packb(record))
-    with pytest.raises(ConfigError, match="cannot be replayed: a "):
+    with pytest.raises(ConfigError, match=golden.pattern("inputs.no_replay")):
         list(replay(tmp_path))
     assert "it has run" not in capsys.readouterr().out
 
 
 def test_a_folder_without_inputs_says_which_one_has_them(tmp_path) -> None:
-    with pytest.raises(ConfigError, match=r"has no inputs\.bin: name the run folder"):
+    with pytest.raises(ConfigError, match=golden.pattern("inputs.no_inputs")):
         list(replay(tmp_path))
 
 
@@ -109,11 +111,11 @@ def test_the_command_shows_what_was_said_decided_and_waited_for(tmp_path) -> Non
     train(tmp_path, 30.0)
     told = CliRunner().invoke(main, ["replay", str(tmp_path), "--last", "100000"])
     assert told.exit_code == 0, told.output
-    assert re.search(r"s  node1/worker0 asks \d+ for Step, \d+ iterations made, round \d+\n", told.output)
-    assert re.search(r"\n    to node1/worker0: Go \d+, 1 iterations, global round 1 of generation 1\n", told.output)
+    assert re.search(golden.pattern("inputs.asks"), told.output)
+    assert re.search(golden.pattern("inputs.go"), told.output)
     assert (
-        "\n    round: global round 1: leader " in told.output
-        and "\n    waits: 0 of 4 workers have joined" in told.output
+        golden.text("inputs.round") in told.output
+        and f"\n    waits: {Why.JOINING(here=0, wanted=4, missing='')}" in told.output
     )
     one = CliRunner().invoke(main, ["replay", str(tmp_path), "--worker", "node0/worker1"])
     assert "    to node0/worker1" in one.output and "    to node1/worker0" not in one.output

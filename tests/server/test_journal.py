@@ -15,6 +15,7 @@ from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import ChangeSettings, Status
 from lsgd.server.journal import VERSION, Journal, _digest
 from lsgd.server.rounds import MAX_ELECTIONS
+from tests import golden
 
 from ..integration.running import Cluster, until
 from .helpers import as_a_user_without_rights
@@ -151,11 +152,11 @@ def test_a_damaged_end_is_refused_with_how_much_is_missing(path, keep, flip) -> 
     for name, content in copies.items():
         (elsewhere / name).write_bytes(content)
     damaged = Journal(elsewhere / path.name)
-    with pytest.raises(ConfigError, match=r"iterations instead of \d+: the end of run.journal-wal is missing") as error:
+    with pytest.raises(ConfigError, match=golden.pattern("journal.wal_missing")) as error:
         damaged.load()
     damaged.close()
     assert _says_what_to_do(error.value, elsewhere / path.name)
-    assert f"it had {11 - keep} more changes, and 120 iterations instead of {10 * (keep + 1) * bool(keep)}" in str(
+    assert golden.text("journal.had_more", changes=11 - keep, iterations=10 * (keep + 1) * bool(keep)) in str(
         error.value
     )
 
@@ -171,21 +172,21 @@ def test_a_state_that_fits_its_digest_and_is_none_is_refused(path) -> None:
     journal = Journal(path)
     nested = "[" * 3000
     journal._connection.execute("INSERT INTO state VALUES (1, ?, ?)", (nested, _digest(nested)))
-    with pytest.raises(ConfigError, match=r"run.journal is damaged: maximum recursion depth exceeded.*; delete run"):
+    with pytest.raises(ConfigError, match=golden.pattern("journal.too_deep")):
         journal.load()
 
 
 def _says_what_to_do(error: ConfigError, path: Path) -> bool:
     assert "\n" not in str(error) and str(path) in str(error)
-    assert f"delete {path.name}* to begin a new run" in str(error) or "give another --journal" in str(error)
+    assert golden.text("journal.delete", name=path.name) in str(error) or "give another --journal" in str(error)
     return True
 
 
 def test_another_file_in_its_place(path) -> None:
     path.write_text("[algorithm]\nname = 'leader'\n" * 50)
-    with pytest.raises(ConfigError, match=r"run.journal is damaged: file is not a database; delete run"):
+    with pytest.raises(ConfigError, match=golden.pattern("journal.no_database")):
         Journal(path)
-    with pytest.raises(ConfigError, match=r"cannot be written: unable to open database file; check its folder"):
+    with pytest.raises(ConfigError, match=golden.pattern("journal.unopened")):
         Journal(path.parent / "nowhere" / "run.journal")
 
 
@@ -193,7 +194,7 @@ def test_a_file_that_may_only_be_read(path) -> None:
     write(path)
     path.chmod(0o444)
     with as_a_user_without_rights(path.parent):
-        with pytest.raises(ConfigError, match=r"cannot be written: .*; check its folder, its permissions and"):
+        with pytest.raises(ConfigError, match=golden.pattern("journal.unwritable")):
             Journal(path)
     path.chmod(0o644)
     assert Journal(path).load() == (STATE, elections(3))
@@ -202,7 +203,7 @@ def test_a_file_that_may_only_be_read(path) -> None:
 def test_it_is_one_servers_at_a_time(path, monkeypatch) -> None:
     monkeypatch.setattr("lsgd.server.journal.LOCK_WAIT_S", 0.1)
     first = Journal(path)
-    with pytest.raises(ConfigError, match=r"another global server uses the journal .*; stop it, or give this one"):
+    with pytest.raises(ConfigError, match=golden.pattern("journal.other_server_or")):
         Journal(path)
     first.save(STATE, [])
     first.close()
@@ -257,7 +258,7 @@ def test_two_global_servers_do_not_share_one(cluster, path) -> None:
     first = cluster.start_global("--journal", str(path))
     second = cluster.server("second", "--global", "--listen", "tcp://127.0.0.1:0", "--journal", str(path))
     assert second.wait() == 2
-    assert f"another global server uses the journal {path}; stop it, or" in second.output
+    assert golden.text("journal.other_server", path=path) in second.output
     assert first.poll() is None
 
 
@@ -267,7 +268,7 @@ def test_a_server_goes_on_with_an_unfinished_run_and_not_with_a_finished_one(clu
     first.send(signal.SIGKILL)
     first.wait()
     second = cluster.start_global("--journal", str(path))
-    assert f"continues run {run} of the journal {path}, with its plan: 0 iterations, 0 workers" in second.output
+    assert golden.text("journal.continues", run=run, path=path) in second.output
     assert cluster.status()["run"] == run and "waits for 3 workers" in second.output
     second.send(signal.SIGTERM)
     second.succeeds()
@@ -279,10 +280,7 @@ def test_a_journal_of_another_version_is_refused_with_what_to_do(cluster, path) 
     write(path, {"version": 99}, rounds=0)
     server = cluster.server("global", "--global", "--listen", "tcp://127.0.0.1:0", "--journal", str(path))
     assert server.wait() == 2
-    assert (
-        f"the journal {path} cannot be continued: it is of version 99, this lsgd reads version {VERSION}; "
-        f"use the lsgd that wrote it, or delete run.journal* to begin a new run"
-    ) in " ".join(server.output.split())
+    assert (golden.text("journal.other_version", path=path, ours=VERSION)) in " ".join(server.output.split())
 
 
 def test_a_journal_that_cannot_be_written_is_made_anew_when_the_disk_has_space_again(cluster, path) -> None:

@@ -4,7 +4,9 @@ import pytest
 
 from lsgd.protocol.messages import Go, Heartbeat
 from lsgd.server.next_step import waits_for
+from lsgd.server.reasons import Why
 from lsgd.server.roster import Has
+from tests import golden
 
 from .helpers import Bench, started
 from .test_memento import reborn
@@ -58,8 +60,7 @@ def test_how_far_it_is_can_be_seen_while_the_others_train() -> None:
     ask(bench)
     bench.say(Heartbeat(*bench.who("10"), transfer="29.4 of 100.0 MB with node0/worker0 at 9.41 Mbit/s"))
     assert str(waits_for(bench.state, bench.now + 1)) == (
-        "node1/worker0 takes the run's model, while the others train: node1/worker0 has moved 29.4 of 100.0 MB with "
-        "node0/worker0 at 9.41 Mbit/s"
+        Why.CATCHES_UP(who="node1/worker0", transfer=golden.text("reasons.moved_29"))
     )
     bench.tick(500.0)  # nobody is evicted because it waits
     assert not any(code.startswith("evict") for code in bench.codes)

@@ -5,7 +5,9 @@ import pytest
 from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.protocol import wants
 from lsgd.protocol.messages import Go, Stop
+from lsgd.server.reasons import Why
 from lsgd.server.rounds import MAX_FAILED_ROUNDS
+from tests import golden
 
 from .helpers import Bench, started
 
@@ -22,7 +24,7 @@ def test_all_that_leave_make_the_consensus() -> None:
     order = bench.round_of("00") if bench.ask("11", wants=wants.Round()) else None
     assert order is not None and order.final and order.scope == "global"
     assert all(isinstance(bench.only(place), Stop) for place in ("00", "01", "10", "11"))
-    assert "all workers leave after 4 iterations" in bench.state.stopping
+    assert Why.ALL_LEAVE(count=4) in bench.state.stopping
     bench.complete_all("00", "01", "10", "11")
     leave_after(bench, "00", "01", "10", "11")
     bench.tick()
@@ -76,7 +78,7 @@ def test_where_only_newcomers_stay_they_get_the_model_and_the_run_ends() -> None
     bench.ask("01")
     bench.ask("00", wants=wants.Round())
     order = bench.round("00", "01")
-    assert order.final and order.new == (1,) and "all workers that have the run's model leave" in bench.state.stopping
+    assert order.final and order.new == (1,) and golden.text("reasons.holders_leave") in bench.state.stopping
 
 
 @pytest.mark.parametrize("comes", ["back", "never"])

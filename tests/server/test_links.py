@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from lsgd.protocol.messages import Go, NodeLeave, Stop, StopRun, Waiting
 from lsgd.server.links import MAX_EXACT, Links, connected, pairs_of, unreachable, whole_nodes
-from lsgd.server.reasons import CHECK
+from lsgd.server.reasons import CHECK, Why
 from lsgd.server.report import report
 from lsgd.server.roster import MemberState
+from tests import golden
 
 from .helpers import Bench, Lockstep, make_plan, nccl
 from .test_memento import reborn
@@ -148,10 +149,10 @@ def test_the_words_of_one_that_waits() -> None:
     links = Links(6.0)
     links.cut(["a"], "a and b cannot reach each other", 100.0)
     end = f"the run continues without a; {CHECK}; it is tried again in"
-    assert links.words("a", 102.0) == f"a and b cannot reach each other, and {end} 4 s"
+    assert links.words("a", 102.0) == golden.text("links.cut_for", end=end)
     links.relent(103.0)
-    assert links.words("a", 104.0) == f"a and b cannot reach each other, and {end} the next global round"
-    assert Links(6.0).words("a", 0.0) == f"{end} the next global round"
+    assert links.words("a", 104.0) == golden.text("links.cut_until_round", end=end)
+    assert Links(6.0).words("a", 0.0) == golden.text("links.until_round", end=end)
 
 
 # -- in a run --------------------------------------------------------------------------------------------------
@@ -182,19 +183,21 @@ def test_after_a_failed_round_the_links_are_probed_and_whoever_is_cut_off_is_evi
     pair = "node1 and node2 cannot reach each other"
     assert bench.notes == [
         f"round 3 failed: {pair}",
-        f"node2 evicted for 10 s, the others continue: {pair}; {CHECK}",
+        Why.EVICTED_LINK(who="node2", wait_s=10, reason=pair, check=CHECK),
     ]
     bench.fail("20", 3, broken=(1, 2))  # all of them find the same
     assert not bench.notes
     ask_again(bench, 3, "20")
     assert bench.only("20") == Waiting(
-        2, f"{pair}, and the run continues without node2/worker0; {CHECK}; it is tried again in 10 s"
+        2, Why.CUT(why=f"{pair}, and ", worker="node2/worker0", check=CHECK, when="in 10 s")
     )
     assert '"state": "cut"' in report(bench.state, bench.now)
     ask_again(bench, 3, "00", "10")
     round = bench.round("00", "10")
     assert round.id == 4 and not round.probe and bench.book.failures == 0
-    assert f"generation 3: 2 workers on 2 nodes, over tcp ({pair})" in bench.notes
+    assert (
+        Why.GENERATION(number=3, workers="2 workers", nodes="2 nodes", transport="tcp", why=f" ({pair})") in bench.notes
+    )
 
 
 def test_it_is_tried_again_later_in_a_round_that_is_probed_and_takes_over_the_model() -> None:
@@ -243,7 +246,7 @@ def test_who_has_the_runs_model_is_kept_even_where_newcomers_are_more() -> None:
     bench.fail("30", 2)
     ask_again(bench, 2, "00", "10", "30")
     bench.fail("30", 3, broken=(0, 2, 1, 2))
-    assert bench.notes[1].startswith("node0, node1 evicted for 10 s")
+    assert bench.notes[1].startswith(golden.text("links.evicted_two"))
     ask_again(bench, 3, "00", "10", "30")
     assert bench.round_of("30").generation.members == ("node3/worker0",)
 

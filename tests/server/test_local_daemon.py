@@ -31,6 +31,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.protocol.processes import pid_namespace
 from lsgd.protocol.sockets import Connector, Listener, wait_for
+from tests import golden
 
 from ..integration.running import Cluster, Process, free_port, until
 from .helpers import greeting
@@ -126,7 +127,7 @@ def request(seq: int) -> Request:
 
 
 def test_it_says_where_it_is_and_carries_messages_both_ways(above, below, local, cluster) -> None:
-    assert f"workers find it with: LSGD_LOCAL={cluster.local_address(3)}" in local.output
+    assert golden.text("server.find_it", local_address=cluster.local_address(3)) in local.output
     below.say(WorkerHello(PROTOCOL, 7))
     assert below.hears(WorkerHelloReply) == WorkerHelloReply(3, above.listener.address)
     join = greeting(3, 0, 7)
@@ -149,8 +150,8 @@ def test_what_it_finds_waiting_goes_up_in_one_batch(above, below, local) -> None
 def test_another_protocol_is_refused(below, local) -> None:
     below.say(msgpack.packb([1, PROTOCOL + 1, 7, "a field of the future"]))
     refused = str(below.hears(Refused))
-    assert f"speaks version {PROTOCOL + 1} of the protocol, and the local server of node" in refused
-    assert "install the same release of lsgd in both environments" in refused
+    assert golden.text("server.other_version", ours=PROTOCOL + 1) in refused
+    assert golden.text("server.same_release_both") in refused
 
 
 def test_garbage_does_not_end_it(above, below, local) -> None:
@@ -195,7 +196,7 @@ def test_it_says_at_once_that_a_workers_process_has_ended(above, below, local) -
     below.say(WorkerHello(PROTOCOL, 7, process.pid, pid_namespace()), greeting(3, 0, 7), request(1))
     above.hears(Request)
     process.kill()
-    assert above.hears(Leave) == Leave("node3/worker0", 7, 0, True, "its process has ended")
+    assert above.hears(Leave) == Leave("node3/worker0", 7, 0, True, golden.text("server.process_ended"))
     local.says("node3/worker0 is gone: its process has ended")
     process.wait()
 
@@ -220,7 +221,7 @@ def test_it_ends_when_the_run_is_over_and_its_workers_have_left(above, below, lo
     below.say(Leave("node3/worker0", 7, 5, False, "the run is over"))
     below.hears(Left)  # from the local server itself: the global one has gone
     local.succeeds()
-    assert "ended: the run is over: all is done" in local.output
+    assert golden.text("server.ended") in local.output
 
 
 def test_who_joins_a_node_that_ends_is_told_that_the_run_is_over(above, below, local) -> None:
@@ -244,7 +245,7 @@ def test_a_signal_makes_its_node_leave(above, below, local, number) -> None:
     local.send(number)
     leave = above.hears(NodeLeave)
     assert isinstance(leave, NodeLeave)
-    assert leave.reason == f"the local server of node3 got {number.name}"
+    assert leave.reason == golden.text("server.local_got_signal", signal=number.name)
     assert above.hears(NodeLeave) == leave, "it says it again until it was heard"
     above.say(Left())
     below.say(Leave("node3/worker0", 7, 5, False, "done"))
@@ -291,4 +292,4 @@ def test_workers_that_were_refused_or_killed_do_not_keep_it(cluster, above, belo
 def test_a_refused_node_ends_with_the_reason(above, local) -> None:
     above.say(Refused("node 3 is alpha already"))
     assert local.wait() == 1
-    assert "the global server refuses this node: node 3 is alpha already" in local.output
+    assert golden.text("node.refused") in local.output

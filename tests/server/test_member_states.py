@@ -3,6 +3,7 @@
 import pytest
 
 from lsgd.server.roster import TRANSITIONS, Member, MemberState, Roster
+from tests import golden
 
 from .helpers import greeting
 from .invariants import check_roster
@@ -17,7 +18,9 @@ def test_a_member_moves_as_the_table_says_and_in_no_other_way(before: MemberStat
         roster.move(member, after)
         assert member.state is after
     else:
-        with pytest.raises(RuntimeError, match=f"is {before.name} and cannot become {after.name}"):
+        with pytest.raises(
+            RuntimeError, match=golden.pattern("states.no_next_state", before=before.name, after=after.name)
+        ):
             roster.move(member, after)
         assert member.state is before
     check_roster(roster)

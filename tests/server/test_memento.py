@@ -29,6 +29,7 @@ from lsgd.server.coordinator import Coordinator
 from lsgd.server.journal import VERSION, capture, restore, taken_over
 from lsgd.server.report import report
 from lsgd.server.roster import MemberState
+from tests import golden
 
 from .helpers import Bench, check_invariants, greeting
 
@@ -288,5 +289,5 @@ def test_what_is_no_state_is_refused(spoil: Any, told: str) -> None:
     "copy", [{}, {"generation": {}}, {"generation": {}, "broken": []}, {"generation": {}, "broken": 7}]
 )
 def test_a_copy_that_is_no_state_is_refused(copy: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="it holds no state of a run"):
+    with pytest.raises(ConfigError, match=golden.pattern("journal.no_state")):
         taken_over(copy, (Term(1, 0), Term(2, 1)))

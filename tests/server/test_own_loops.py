@@ -10,6 +10,7 @@ from lsgd.protocol.messages import Go, NodeLeave, Stop, StopRun, Waiting, Welcom
 from lsgd.server.journal import capture, restore
 from lsgd.server.report import summary
 from lsgd.server.roster import Has, MemberState
+from tests import golden
 
 from ..search import examples
 from .helpers import Bench, make_plan, started
@@ -59,7 +60,7 @@ def test_one_who_has_finished_waits_outside_rounds_and_gets_the_consensus() -> N
     finish(bench, "00", "01")
     assert bench.member("00").state is MemberState.FINISHED and bench.codes == ["finishes"]
     bench.ask("00", same=True, did=False, wants=wants.End(), steps=STEPS)
-    assert "node0/worker1, still in the loop" in bench.only("00").reason  # type: ignore[union-attr]
+    assert golden.text("wrap.still_in_loop") in bench.only("00").reason  # type: ignore[union-attr]
     before = bench.book.ordered["global"]
     train(bench, "01", 20)
     assert bench.book.ordered["global"] > before, "the other one has its rounds"

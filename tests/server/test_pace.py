@@ -26,8 +26,10 @@ from lsgd.plan.run import RunSettings
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.course import Pace
 from lsgd.server.journal import capture, restore
+from lsgd.server.reasons import Why
 from lsgd.server.report import report
 from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
+from tests import golden
 
 from .helpers import Bench, make_plan, started
 
@@ -152,9 +154,9 @@ def test_servers_and_simulated_workers_follow_the_same_ramps() -> None:
     begins = [sum(timed.periods[:n]) for n in range(len(timed.periods))]
     assert simulate((1, 1), member) == [begins, begins]
     assert timed.periods[0] == timed.periods[-1] == 1 and max(timed.periods) == 16
-    assert timed.said[0] == "period 2: the run begins with short periods"
+    assert timed.said[0] == Why.PERIOD(period=2, delay="", reason=Why.WARM())
     assert "period 16: as planned" in timed.said
-    assert "period 8: the run ends with short periods" in timed.said
+    assert Why.PERIOD(period=8, delay="", reason=Why.CLOSING()) in timed.said
 
 
 @pytest.mark.parametrize(
@@ -224,18 +226,18 @@ def test_auto_follows_a_link_that_changes_and_says_why() -> None:
     assert timed.periods == [1]
     assert timed.stretch() == 1 and timed.bench.state.course.why.code == "unmeasured"  # the first is not timed
     assert timed.stretch() == 98  # 0.1 s, beside steps of 0.01 s
-    assert timed.said == ["period 98: a round takes 0.1 s, a step 0.01 s"]
+    assert timed.said == [Why.PERIOD(period=98, delay="", reason=Why.MEASURED(round_s=0.1, step_s=0.01))]
     timed.stretches(4)
 
     timed.round_s *= 10.0
     assert timed.stretches(2) == 98  # two late rounds change nothing
     assert timed.stretches(2) == 512
-    assert timed.said[1:] == ["period 512: a round takes 1 s, a step 0.01 s"]
+    assert timed.said[1:] == [Why.PERIOD(period=512, delay="", reason=Why.MEASURED(round_s=1, step_s=0.01))]
 
     timed.round_s *= 0.001
     assert timed.stretches(4) == 8
     shown = json.loads(report(timed.bench.state, timed.bench.now))
-    assert (shown["period"], shown["period_reason"]) == (8, "a round takes 0.001 s, a step 0.01 s")
+    assert (shown["period"], shown["period_reason"]) == (8, Why.MEASURED(round_s=0.001, step_s=0.01))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +257,7 @@ def test_a_delay_hides_what_members_say_of_transfers(delay: int, period: int) ->
     timed.round_s, timed.transfer_s = 0.0, 0.1
     assert timed.periods == [delay + 1]
     assert timed.stretches(4) == period == best_schedule(Exchange(0.0, 10.0), 2, delay=delay)[0]
-    assert str(timed.bench.state.course.why) == "a round takes 0.1 s, a step 0.01 s"
+    assert str(timed.bench.state.course.why) == Why.MEASURED(round_s=0.1, step_s=0.01)
     if delay:
         timed.transfer_s = 0.0  # as in a generation's second round, if the first had newcomers
         assert timed.stretches(4) == period
@@ -279,7 +281,9 @@ def test_with_muon_the_servers_choose_a_delay() -> None:
     timed.round_s, timed.transfer_s = 0.02, 0.1
     course = timed.bench.state.course
     assert timed.stretches(4) == 67 and course.schedule.delay == 10
-    assert timed.said == ["period 67 with a delay of 10: a round takes 0.12 s, a step 0.01 s"]
+    assert timed.said == [
+        Why.PERIOD(period=67, delay=" with a delay of 10", reason=Why.MEASURED(round_s=0.12, step_s=0.01))
+    ]
     shown = json.loads(report(timed.bench.state, timed.bench.now))
     assert (shown["period"], shown["delay"]) == (67, 10)
     assert json.loads(course.to_json())["delay"] == 10
@@ -473,7 +477,7 @@ def test_a_server_that_is_started_again_goes_on_with_what_was_measured() -> None
     bench.coordinator = Coordinator(restore(saved, 5000.0))
     bench.now = 5000.0
     course = bench.state.course
-    assert (course.schedule.period, course.why) == (98, "a round takes 0.1 s, a step 0.01 s")
+    assert (course.schedule.period, course.why) == (98, Why.MEASURED(round_s=0.1, step_s=0.01))
     bench.ask_all(*PAIR)  # nothing was granted: the next global round comes at once
     bench.complete_all(*PAIR)
     assert course.schedule.period == 98
@@ -486,7 +490,7 @@ def test_a_server_that_is_started_again_goes_on_with_what_was_measured() -> None
 
 def test_simulated_workers_refuse_auto() -> None:
     model = nn.Linear(2, 1)
-    with pytest.raises(ConfigError, match=r"simulated workers have no network .*; set a period"):
+    with pytest.raises(ConfigError, match=golden.pattern("reasons.no_network")):
         simulate(
             (1,), lambda g: SimulatedWorker.of_model(g, LocalSettings(period=0), model, optim.SGD(model.parameters()))
         )

@@ -13,6 +13,7 @@ from lsgd.protocol.messages import GenerationOver, Go, NodeLeave, Stop, StopRun,
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.journal import capture, restore
 from lsgd.server.next_step import waits_for
+from lsgd.server.reasons import Why
 from lsgd.server.report import report
 from lsgd.server.roster import MemberState
 
@@ -45,7 +46,10 @@ def test_the_round_starts_without_who_kept_all_others_waiting_and_both_sides_hea
     assert bench.member("00").held and bench.member("01").state is MemberState.BUSY
     bench.tick(1.0)
     told = "node0/worker1 is evicted from round 2: the others waited 30 s for it"
-    assert bench.notes[:2] == [told, f"generation 2: 2 workers on 1 node, over tcp ({told})"]
+    assert bench.notes[:2] == [
+        told,
+        Why.GENERATION(number=2, workers="2 workers", nodes="1 node", transport="tcp", why=f" ({told})"),
+    ]
     assert bench.got["01"] == [GenerationOver(1, told)]
     for place in ("00", "02"):
         over, go = bench.got[place]
@@ -134,7 +138,7 @@ def test_the_limit_is_kept_with_an_iteration_that_is_out(how: str) -> None:
     assert bench.only("00").round is None  # the seventh; the eighth is with the one that is late
     bench.ask("00")
     assert bench.ledger.count == 7
-    assert bench.state.stopping == ("7 of 8 iterations are done; the last were granted to node0/worker1, evicted since")
+    assert bench.state.stopping == (Why.REST_IS_OUT(count=7, limit=8, who="node0/worker1"))
     final = bench.round("00", "02")
     assert final.final
     if how == "asks":
@@ -185,9 +189,7 @@ def test_the_only_ones_with_the_model_are_waited_for_but_not_by_the_last_round()
     bench.say(StopRun("enough"))
     bench.tick(1.0)
     assert bench.member("00").state is MemberState.STRAGGLER and not bench.book.final
-    assert waits_for(bench.state, bench.now + 1) == (
-        "the next round waits for node0/worker0: nobody else has the run's model"
-    )
+    assert waits_for(bench.state, bench.now + 1) == (Why.MODEL_AWAY(who="node0/worker0"))
     bench.tick(30.0)
     assert bench.round_of("01").final and bench.ledger.count == 0  # nothing was learned
 
@@ -236,8 +238,13 @@ def test_several_are_evicted_together_and_a_newcomer_is_no_reason_to_wait_longer
     bench.ask("00")
     bench.tick(30.0)
     assert bench.notes[0] == (
-        "node0/worker1, node0/worker2, node0/worker3, node0/worker4 and 1 more are evicted from round 2: "
-        "the others waited 30 s for them"
+        Why.EVICTED(
+            who="node0/worker1, node0/worker2, node0/worker3, node0/worker4 and 1 more",
+            are="are",
+            id=2,
+            patience_s=30,
+            them="them",
+        )
     )
     assert bench.ledger.count == 1
 
@@ -301,7 +308,7 @@ def test_a_round_that_nobody_moves_in_fails_by_a_deadline_of_its_own() -> None:
     assert not bench.notes and bench.member("01").state is MemberState.BUSY
     bench.tick(1.0)
     assert bench.codes[0] == "round_fails.stuck"
-    assert bench.got["01"][0] == GenerationOver(1, "node0/worker1 did not complete it, and nothing moved for 90 s")
+    assert bench.got["01"][0] == GenerationOver(1, Why.STUCK(who="node0/worker1", longest_s=90))
     bench.tick(30.0)
     assert bench.member("01").state is MemberState.STRAGGLER
     assert bench.round("00", "02").new == ()

@@ -7,6 +7,7 @@ from lsgd.protocol.messages import StopRun
 from lsgd.run_folder import METRICS, RESULT
 from lsgd.server.report import RESULT_EVERY_S, RETRY_EVERY_S, Record
 from lsgd.server.rounds import MAX_ELECTIONS
+from tests import golden
 
 from .helpers import Bench, Lockstep, make_plan
 
@@ -96,8 +97,8 @@ def test_a_disk_that_cannot_be_written_is_said_once_and_tried_again(tmp_path: Pa
         advance(bench, 1)
         said.append(record.keep(bench.state, bench.now))
         bench.now += RETRY_EVERY_S
-    assert "metrics.jsonl and result.json cannot be written: Is a directory; the run continues" in said[0]
+    assert golden.text("record.not_written") in said[0]
     assert said[1:] == ["", ""]
     (tmp_path / METRICS).rmdir()
-    assert record.keep(bench.state, bench.now).endswith("metrics.jsonl is written again")
+    assert record.keep(bench.state, bench.now).endswith(golden.text("record.written_again"))
     assert [each["round"] for each in rounds_in(tmp_path)] == [1, 2, 3, 4]

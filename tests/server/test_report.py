@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from lsgd.algorithms.local import LocalSettings
 from lsgd.protocol.messages import MAX_NBYTES, StopRun
+from lsgd.server.reasons import Why
 from lsgd.server.report import MAX_LEADERS, report
 
 from .helpers import Bench, make_plan
@@ -21,7 +22,7 @@ def read(bench: Bench) -> dict:
 def test_a_run_from_its_beginning_to_its_end() -> None:
     bench = Bench("00", workers=2, iterations=100, period=4, local_period=4)
     waiting = read(bench)
-    assert (waiting["state"], waiting["reason"]) == ("waiting", "1 of 2 workers have joined")
+    assert (waiting["state"], waiting["reason"]) == ("waiting", Why.JOINING(here=1, wanted=2, missing=""))
     assert (waiting["code"], waiting["events"]) == ("joining", {"joins": 1})
     assert (waiting["generation"], waiting["seconds"], waiting["progress"]) == (0, 0.0, 0.0)
 
@@ -58,7 +59,7 @@ def test_who_left_is_there_with_the_reason_and_events_are_counted() -> None:
     assert (here["reason"], here["code"]) == ("", "")
     assert (gone["state"], gone["reason"], gone["code"]) == (
         "left",
-        "failed: ValueError: no such file",
+        Why.FAILED(error="ValueError: no such file"),
         "failed",
     )
     events = read(bench)["events"]

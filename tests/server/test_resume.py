@@ -7,6 +7,7 @@ import pytest
 from lsgd.protocol.messages import Go, Stop, StopRun
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.journal import capture, restore
+from lsgd.server.reasons import Why
 
 from .helpers import Bench, Lockstep, greeting, make_plan
 
@@ -27,8 +28,11 @@ def test_the_count_goes_on_from_the_highest_checkpoint_and_those_without_it_take
     assert (round.count, round.source, round.new, round.leader) == (200, 1, (0, 2), 1)
     assert not round.checkpoint
     assert bench.notes[0] == (
-        "resumes after 200 iterations, from checkpoints of node0/worker1, node1/worker1; "
-        "taking over their model: node0/worker0, node1/worker0"
+        Why.RESUMED(
+            count=200,
+            holders="node0/worker1, node1/worker1",
+            takers="; taking over their model: node0/worker0, node1/worker0",
+        )
     )
     assert bench.ledger.count == 200
     bench.complete_all("00", "01", "10", "11")
@@ -42,7 +46,7 @@ def test_the_count_goes_on_from_the_highest_checkpoint_and_those_without_it_take
 def test_checkpoints_of_all_members_leave_no_newcomer() -> None:
     bench = resumed(0, w00=64, w01=64)
     assert bench.round("00", "01").new == ()
-    assert bench.notes[0] == "resumes after 64 iterations, from checkpoints of node0/worker0, node0/worker1"
+    assert bench.notes[0] == Why.RESUMED(count=64, holders="node0/worker0, node0/worker1", takers="")
 
 
 @pytest.mark.parametrize("runs", ["abb", "bba", "bab"])
@@ -89,10 +93,7 @@ def test_a_run_whose_iterations_were_all_made_says_so(algorithm: Lockstep | None
     bench.ask_all("00", "10")
     assert bench.round("00", "10").final
     stop = bench.only("10")
-    assert isinstance(stop, Stop) and stop.reason == (
-        "all 200 iterations were done before it was resumed; raise iterations to continue "
-        "(LSGD_ITERATIONS, or --iterations of lsgd-server)"
-    )
+    assert isinstance(stop, Stop) and stop.reason == (Why.ALL_MADE_BEFORE(limit=200))
 
 
 def test_the_last_iterations_are_made_by_who_has_the_checkpoint() -> None:

@@ -27,6 +27,7 @@ from lsgd.protocol.processes import MAX_DESCRIPTORS, raise_descriptor_limit
 from lsgd.protocol.sockets import Connector, ConnectorKeys, new_key_pair, wait_for
 from lsgd.server.daemon import GUARD_EVERY_S
 from lsgd.watch.reader import Reader, ask
+from tests import golden
 
 from ..integration.running import Cluster, Process, until
 from ..speed import scaled
@@ -108,9 +109,9 @@ def test_a_stranger_is_refused_and_both_sides_say_so(cluster, ring, server, who,
         "another server's": ConnectorKeys("node1", new_key_pair()[0], *new_key_pair()),
     }[who]
     assert told in trouble_of(cluster.address, keys)
-    with pytest.raises(JoinError, match="does not let us in"):
+    with pytest.raises(JoinError, match=golden.pattern("keys.no_entry")):
         ask(cluster.address, StatusQuery(0), keys)
-    with Reader(cluster.address, keys) as reader, pytest.raises(JoinError, match="does not let us in"):
+    with Reader(cluster.address, keys) as reader, pytest.raises(JoinError, match=golden.pattern("keys.no_entry")):
         while not reader.read(0.2).connected:
             pass
     server.says(r"\d+ connections? refused: the peer has no key, an unknown one, or another server's")
@@ -134,7 +135,7 @@ def test_a_node_that_is_shut_out_while_the_server_runs(cluster, ring, server) ->
     ask(cluster.address, StatusQuery(0), keys)
     allowed = ring.folder / "allowed"
     allowed.write_text("\n".join(x for x in allowed.read_text().splitlines() if not x.startswith("node1")))
-    with pytest.raises(JoinError, match="it does not know the key of our token, node1"):
+    with pytest.raises(JoinError, match=golden.pattern("keys.unknown_key")):
         ask(cluster.address, StatusQuery(0), keys)
     KeyRing.make(ring.folder, ["node1"])
     assert ask(cluster.address, StatusQuery(0), keys_of(ring, "node1"))["state"] == "waiting"
@@ -146,7 +147,7 @@ def test_a_list_of_keys_that_others_can_write_is_refused_and_said_while_it_is_us
     server.says(r"others can write .*/allowed, .*: chmod 600 .*/allowed; until then only the keys from before")
     second = cluster.server("second", "--global", "--listen", "tcp://127.0.0.1:0", "--keys", str(ring.folder))
     assert second.wait() == 2
-    assert "make it private: chmod 600" in second.output
+    assert golden.text("keys.make_private") in second.output
 
 
 class Tap:
@@ -188,7 +189,7 @@ def test_a_node_with_a_token_of_other_keys_ends_with_the_line_to_type(cluster, r
     listen = ("--listen", f"ipc://{tmp_path}/local", "--connect", cluster.address)
     node = cluster.server("node1", "--local", "--node", "1", *listen, "--token", token)
     assert node.wait() == 1
-    assert "the global server refuses this node: its key is not the one in our token" in node.output
+    assert golden.text("keys.refused") in node.output
     line = f"lsgd-server --local --node 1 --connect {cluster.address} --token node1.token"
     assert node.output.rstrip().endswith(line)
 

@@ -14,6 +14,7 @@ from lsgd.plan.plan import Plan
 from lsgd.protocol.sockets import Listener, default_local_address
 from lsgd.server import serve
 from lsgd.server.cli import main
+from tests import golden
 
 from .helpers import as_a_user_without_rights
 
@@ -71,16 +72,16 @@ def test_variables_are_settings_too_and_unknown_ones_are_refused() -> None:
     code, output = run("--global", LSGD_PERIOD="ten")
     assert code == 2 and "variable LSGD_PERIOD" in output
     code, output = run("--global", LSGD_PERIODS="10")
-    assert code == 2 and "the variable LSGD_PERIODS is unknown" in output and "LSGD_PERIOD" in output
+    assert code == 2 and golden.text("server.unknown_variable") in output and "LSGD_PERIOD" in output
     code, output = run("--global", LSGD_PLAN="/nowhere/plan.toml")
-    assert code == 2 and "the plan /nowhere/plan.toml cannot be read" in output
+    assert code == 2 and golden.text("server.no_plan") in output
 
 
 def test_a_file_in_the_place_of_a_socket_is_left_alone(tmp_path) -> None:
     path = tmp_path / "thesis"
     path.write_text("years of work")
     code, output = run("--local", "--listen", f"ipc://{path}")
-    assert code == 2 and "exists and is not a socket" in output
+    assert code == 2 and golden.text("server.no_socket") in output
     assert path.read_text() == "years of work"
 
 
@@ -97,7 +98,7 @@ def test_a_socket_in_use_is_refused_and_a_stale_one_is_taken_over(tmp_path) -> N
     address = f"ipc://{tmp_path}/s"
     with Listener(address):
         code, output = run("--local", "--listen", address)
-        assert code == 2 and f"this process ({os.getpid()}) listens on {address}" in output
+        assert code == 2 and golden.text("server.process_listens", pid=os.getpid(), address=address) in output
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(f"{tmp_path}/stale")
     with Listener(f"ipc://{tmp_path}/stale"):
@@ -106,12 +107,12 @@ def test_a_socket_in_use_is_refused_and_a_stale_one_is_taken_over(tmp_path) -> N
 
 
 def test_a_server_that_is_to_go_on_begins_no_new_run(tmp_path) -> None:
-    assert "name it: --journal FILE" in run("--global", "--continue")[1]
+    assert golden.text("server.name_journal") in run("--global", "--continue")[1]
     journal, plan = ("--journal", str(tmp_path / "j")), ("--plan", str(tmp_path / "gone.toml"))  # the journal has it
     code, output = run("--global", "--continue", *journal, *plan, "--listen", "tcp://127.0.0.1:0")
-    assert code == 2 and "holds no unfinished run to continue (--continue)" in output
+    assert code == 2 and golden.text("server.no_unfinished") in output
     code, output = run("--local", "--continue")
-    assert code == 2 and "--continue is an option of --global, not of --local" in output
+    assert code == 2 and golden.text("server.not_of_local") in output
 
 
 def test_a_server_that_fails_in_its_own_code_says_where_with_an_exit_code_of_its_own(monkeypatch) -> None:
@@ -121,7 +122,7 @@ def test_a_server_that_fails_in_its_own_code_says_where_with_an_exit_code_of_its
     monkeypatch.setattr("lsgd.server.serve.GlobalDaemon.run", fail)
     code, said = run("--global", "--listen", "tcp://127.0.0.1:0")
     assert code == 70
-    assert "a mistake in lsgd" in said and "OverflowError: an integer is too large" in said
+    assert golden.text("server.own_mistake") in said and "OverflowError: an integer is too large" in said
 
 
 def test_a_plan_that_cannot_be_written_ends_no_server_that_goes_on(tmp_path, capsys) -> None:
@@ -130,17 +131,17 @@ def test_a_plan_that_cannot_be_written_ends_no_server_that_goes_on(tmp_path, cap
     (tmp_path / "plan.toml.tmp").symlink_to("/dev/full")
     for continued in (False, True):
         serve._save_plan(Plan(), path, continued=continued)
-        assert f"the plan cannot be written to {path}: No space left on device; the run" in capsys.readouterr().err
+        assert golden.text("server.plan_full", path=path) in capsys.readouterr().err
         assert path.read_text() == "iterations = 7\n"
         assert not (tmp_path / "plan.toml.tmp").exists()
         (tmp_path / "plan.toml.tmp").symlink_to("/dev/full")
     serve._save_plan(Plan(), tmp_path / "nowhere" / "plan.toml", continued=True)
-    assert "No such file or directory; the run continues" in capsys.readouterr().err
+    assert golden.text("server.no_file_continues") in capsys.readouterr().err
 
 
 def test_a_plan_replaces_nothing_but_a_file(tmp_path) -> None:
     os.mkfifo(path := tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=f"the plan cannot be written to {path}: it is no regular file"):
+    with pytest.raises(ConfigError, match=golden.pattern("server.plan_irregular", path=path)):
         serve._save_plan(Plan(), path, continued=False)
     assert path.is_fifo()
 
@@ -152,7 +153,7 @@ def test_help_lists_every_setting_with_its_default_and_the_exit_codes() -> None:
     for word in ("--pull-global", "--exchange-timeout-s", "--rounding", "Exit codes", "--save-plan"):
         assert word in output
     words = " ".join(output.split())
-    assert "optimizer steps of a worker, on average, between exchanges (default 1;" in words
-    assert "iterations of a worker, on average, between exchanges (defaults: lsgd algorithms NAME;" in words
+    assert golden.text("server.help_steps") in words
+    assert golden.text("server.help_iterations") in words
     code, said = run("--version")
     assert code == 0 and said.startswith(f"lsgd-server {__version__} (a checkout), Python 3.")

@@ -25,6 +25,7 @@ from lsgd.protocol.messages import MAX_LOGGED, MAX_NBYTES, MAX_OWN, Completed, H
 from lsgd.server import stream as streams
 from lsgd.server.report import progress
 from lsgd.server.stream import Stream
+from tests import golden
 
 from .helpers import Bench
 
@@ -156,8 +157,8 @@ def test_an_event_that_cannot_be_encoded_leaves_a_note() -> None:
     stream = Stream()
     stream.add([RoundCompleted(1, None, 1 << 64), Note("", "\ud800"), Note("", "b")])
     words = [event.what.words for event in events_of(stream, 0)]
-    assert words == ["a RoundCompleted cannot be encoded: OverflowError", *words[1:2], "b"]
-    assert words[1].startswith("a Note cannot be encoded: Unicode")
+    assert words == [golden.text("messages.round_completed_overflow"), *words[1:2], "b"]
+    assert words[1].startswith(golden.text("messages.note_unicode"))
 
 
 def test_who_comes_late_is_told_how_much_is_lost(monkeypatch) -> None:

@@ -23,6 +23,7 @@ from lsgd.protocol.messages import (
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.journal import capture, restore, taken_over
+from lsgd.server.reasons import Why
 from lsgd.server.roster import MemberState
 from lsgd.server.rounds import MOST_SKIPPED, RoundBook
 from lsgd.server.standbys import Standbys
@@ -38,6 +39,7 @@ from lsgd.server.succession import (
     successor,
     takes_over,
 )
+from tests import golden
 
 from .helpers import Bench, check_invariants, started
 from .served_run import MemoryListener
@@ -236,7 +238,7 @@ def test_who_has_completed_a_later_round_is_in_the_open_one_no_more() -> None:
     assert list(bench.book.open) == [2]
     bench.committed["20"] = 3
     bench.ask("20", wants=wants.More())
-    assert not bench.book.open and "node2/worker0: it skipped the round" in bench.notes[1]
+    assert not bench.book.open and Why.PASSED_OVER(worker="node2/worker0") in bench.notes[1]
 
 
 def test_if_all_have_learned_more_than_the_copy_counts_the_most_advanced_model_goes_on() -> None:
@@ -254,7 +256,11 @@ def test_a_member_in_a_round_hears_that_its_generation_is_over() -> None:
     takes(bench, 1)
     bench.act(bench.coordinator.tick(bench.now))
     (told,) = bench.heartbeat("10")["10"]
-    assert isinstance(told, GenerationOver) and told.generation == 1 and "node1 serves the run" in told.reason
+    assert (
+        isinstance(told, GenerationOver)
+        and told.generation == 1
+        and golden.text("failover.node1_serves") in told.reason
+    )
     bench.ask("10")
     assert isinstance(bench.only("10"), Go)
     assert bench.heartbeat("10") == {}
@@ -277,7 +283,7 @@ def test_two_parts_meet_and_one_gives_up_loudly() -> None:
     bench.ask_all("00", "10")
     bench.heartbeat("00")
     bench.act(bench.coordinator.meet(other(100, ONE, TWO), bench.now))
-    assert [note.code for note in bench.notes] == ["gives_up"] and "TWO PARTS OF THE RUN MEET" in bench.notes[0]
+    assert [note.code for note in bench.notes] == ["gives_up"] and golden.text("failover.parts_meet") in bench.notes[0]
     moved = bench.state.tenure.gives_way
     assert moved is not None and (moved.run, moved.other, moved.place.node) == (bench.state.run, bench.state.run, 1)
 

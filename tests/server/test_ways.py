@@ -6,7 +6,9 @@ import pytest
 
 from lsgd.protocol.messages import Completed, Probed
 from lsgd.server.links import Ways
+from lsgd.server.reasons import Why
 from lsgd.server.report import report
+from tests import golden
 
 from .helpers import Bench, nccl
 from .test_memento import reborn
@@ -19,7 +21,7 @@ def test_what_was_found_is_kept_until_the_same_nodes_are_tried_again() -> None:
     assert not ways.unknown([0, 1, 2]) and ways.unknown([0, 3])
     assert ways.missed([0, 1, 2]) == (0, 1, 1, 2, 2, 1) and ways.missed([0, 1]) == (0, 1) and ways.missed([0, 2]) == ()
     assert ways.shown() == [
-        {"nodes": [0, 1], "way": "dialled by node1 alone"},
+        {"nodes": [0, 1], "way": golden.text("links.dialled_by", node="node1")},
         {"nodes": [1, 2], "way": "through the relay"},
     ]
     assert ways.found([0, 1], [0, 1, 1, 0]) == [(0, 1)]  # the other pairs are as they were
@@ -52,7 +54,7 @@ def test_nodes_that_were_not_tried_are_and_the_next_generations_are_told() -> No
     bench = tcp("00", "10")
     bench.ask_all("00", "10")
     assert bench.round("00", "10").probe
-    assert find(bench, "00", 0, 1, 1, 0) == ["node0 and node1 cannot reach each other, and exchange through the relay"]
+    assert find(bench, "00", 0, 1, 1, 0) == [Why.RELAYED(pairs="node0 and node1", more="")]
     assert find(bench, "10", 0, 1, 1, 0) == []  # it is known
     assert json.loads(report(bench.state, bench.now))["ways"] == [{"nodes": [0, 1], "way": "through the relay"}]
     bench.ask_all("00", "10")
@@ -85,4 +87,4 @@ def test_more_pairs_than_a_sentence_has_room_for() -> None:
     bench.ask_all(*places)
     bench.round(*places)
     (note,) = find(bench, "00", *(node for a in range(4) for b in range(4) for node in (a, b)))
-    assert note.endswith("node1 and node2 cannot reach each other, and exchange through the relay (and 2 more pairs)")
+    assert note.endswith(Why.RELAYED(pairs="node1 and node2", more=" (and 2 more pairs)"))

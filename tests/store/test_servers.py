@@ -12,7 +12,9 @@ import pytest
 
 from lsgd.node import storing
 from lsgd.node.storing import Storing
+from lsgd.server.reasons import Why
 from lsgd.store.manifest import manifest_of
+from tests import golden
 
 from ..integration.running import FORKS, Fork, until
 from ..speed import scaled
@@ -83,7 +85,7 @@ def test_an_upload_that_is_cut_counts_only_when_it_is_whole(server, link, upload
     assert server.get("cut", name) == path.read_bytes()
     store.finish()
     assert not any("Traceback" in line for line in lines), lines
-    assert f"{store.url} has the results and the newest checkpoints" in capfd.readouterr().out
+    assert golden.text("store.has_all", url=store.url) in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("server", [S3, Sftp], indirect=True, ids=["s3", "sftp"])
@@ -109,10 +111,10 @@ def test_a_link_that_freezes_is_given_up_and_tried_anew(server, link, uploading,
     with store.noticing():
         store.finish(wait_s=300.0)
     waits, goes_on, lacks = told
-    assert waits == f"[launch] waiting up to 300 s until {store.url} has the rest; Ctrl-C ends the wait"
+    assert waits == golden.text("store.waits_for_rest", url=store.url)
     first = f"[launch] SIGTERM: {store.url} gets the last files of this run first; a second SIGTERM ends the wait"
     assert goes_on == first
-    assert f"{store.url} lacks files of this run, which are in {tmp_path}; see" in lacks
+    assert golden.text("store.lacks_files", url=store.url, path=tmp_path) in lacks
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
@@ -154,9 +156,9 @@ def test_signals_between_the_run_and_the_wait_for_the_store_end_nothing(tmp_path
     run = launch(tmp_path, server, 0, "--store", server.url(0, "run"), LSGD_ITERATIONS="20", DRAWS="1")
     output, _ = run.communicate(timeout=scaled(90))
     assert run.returncode == 0, output
-    assert f"[launch] SIGHUP: file://{tmp_path}/store/run gets the last files of this run first" in output
-    assert f"[launch] SIGTERM: file://{tmp_path}/store/run gets the last files of this run first" in output
-    assert f"[launch] file://{tmp_path}/store/run has the results and the newest checkpoints" in output
+    assert golden.text("store.sighup", path=tmp_path) in output
+    assert golden.text("store.sigterm", path=tmp_path) in output
+    assert golden.text("store.run_has_all", path=tmp_path) in output
     count = json.loads((tmp_path / "store/run/result.json").read_text())["count"]
     assert list(tmp_path.glob(f"store/run/checkpoints/*/{count}/node0-worker0.safetensors.json"))
 
@@ -178,7 +180,7 @@ def test_a_machine_that_is_taken_away_leaves_what_another_one_resumes_from(serve
     until(lambda: any("/node0-worker0.safetensors.json" in name for name in server.names("spot")), "a checkpoint")
     one.send_signal(signal.SIGTERM)
     output, _ = one.communicate(timeout=scaled(90))
-    assert f"[launch] {url} has the results and the newest checkpoints" in output
+    assert golden.text("store.launch_has_all", url=url) in output
     count = json.loads(server.get("spot", "result.json"))["count"]
     last = f"checkpoints/{next(n for n in server.names('spot') if f'/{count}/' in n).split('/')[1]}/{count}"
     assert f"{last}/node0-worker0.safetensors.json" in server.names("spot"), output
@@ -187,7 +189,7 @@ def test_a_machine_that_is_taken_away_leaves_what_another_one_resumes_from(serve
     two = launch(tmp_path / "two", server, link.port, "--resume", url, LSGD_ITERATIONS=str(count + 20))
     output, _ = two.communicate(timeout=scaled(90))
     assert two.returncode == 0, output
-    assert f"[store] node0-worker0: {count} iterations, 0.0 MB from {url}, checked" in output
-    assert f"resumes after {count} iterations" in output and f"all {count + 20} iterations are done" in output
+    assert golden.text("store.restored", count=count, url=url) in output
+    assert f"resumes after {count} iterations" in output and Why.ALL_MADE(limit=count + 20) in output
     assert (tmp_path / "two/runs/spot/result.json").exists()
     assert json.loads(server.get("spot", "result.json"))["count"] == count + 20

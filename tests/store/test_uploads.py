@@ -39,6 +39,7 @@ from lsgd.store.manifest import Manifest, by_age, manifest_of
 from lsgd.store.objects import Store, StoreError
 from lsgd.store.restore import restore
 from lsgd.store.upload import Uploads, serve
+from tests import golden
 
 from ..speed import scaled
 
@@ -130,7 +131,7 @@ def test_small_results_go_first_then_checkpoints_then_the_model(machine) -> None
         "checkpoints/run-aa/8/node0-worker0.safetensors",
         "model.safetensors",
     ]
-    assert "the checkpoint of 8 iterations of node0-worker0 is in memory://" in machine.said[0]
+    assert golden.text("store.is_in") in machine.said[0]
 
 
 def test_only_the_newest_of_each_worker_goes_and_the_last_two_stay(machine) -> None:
@@ -271,7 +272,7 @@ def test_a_result_that_the_store_does_not_take_holds_up_no_checkpoint(machine, f
 
     serve(machine.uploads, ended, machine.clock.wait, machine.said.append, machine.clock)
     assert "the link is cut" in machine.said[0]
-    assert machine.said[1].startswith("the checkpoint of 8 iterations of node0-worker0 is in memory://")
+    assert machine.said[1].startswith(golden.text("store.is_in"))
     assert machine.clock.waits[:2] == [1.0, 1.0], "it goes after one pause, and the result is tried again"
     assert machine.store.read("metrics.jsonl") == b"{}\n"
 
@@ -312,7 +313,7 @@ def test_without_its_manifest_an_object_does_not_count(machine) -> None:
     machine.store.write(f"{name}.json", b"{")
     assert manifests.read_all(machine.store) == []
     assert restore(machine.store, machine.folder / "fresh", 0, machine.said.append) is False
-    assert machine.said == [f"{name} is incomplete in {machine.store.url}: left out"]
+    assert machine.said == [golden.text("store.incomplete", name=name, url=machine.store.url)]
 
 
 def uploads(store: Store, file: Path) -> None:
@@ -334,7 +335,7 @@ def test_an_object_is_there_as_a_whole_or_not_at_all(tmp_path, puts) -> None:
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, usual[1]))
     try:
-        with pytest.raises(StoreError, match=r"cannot write plan\.toml: .*File too large"):
+        with pytest.raises(StoreError, match=golden.pattern("store.plan_too_large")):
             puts(store, large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, usual)
@@ -356,7 +357,7 @@ def test_failures_are_tried_again_ever_more_slowly_with_the_newest(machine) -> N
     assert machine.clock.waits[:9] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
     assert machine.has() == {"run-aa/16/node0-worker0"}
     first, second, done, again = machine.said
-    assert "the link is cut; training continues, and the newest files are tried again in 1 s and later" in first
+    assert golden.text("store.try_again") in first
     assert "the link is cut" in second and "is in memory://" in done and "works again after" in again
 
 
@@ -381,7 +382,7 @@ def test_the_newest_comes_back_with_its_time_plan_and_rounds(machine, fresh) -> 
     assert path.read_text() == "aa 16 node0-worker0"
     assert path.stat().st_mtime == (machine.folder / path.relative_to(fresh)).stat().st_mtime
     assert (fresh / "plan.toml").read_text() == "16" and (fresh / "metrics.jsonl").exists()
-    assert "node0-worker0: 16 iterations, 0.0 MB from memory://" in machine.said[-1]
+    assert golden.text("store.restored_16") in machine.said[-1]
     path.write_text("damaged here")
     assert restore(machine.store, fresh, 0, machine.said.append) and path.read_text() == "aa 16 node0-worker0"
 
@@ -408,7 +409,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_in_words(tmp_path) -> None:
     store.upload(name, tmp_path / "one" / name)
     manifests.write(store, manifest_of(name, tmp_path / "one" / name))
     (tmp_path / "fresh").write_text("a file")
-    with pytest.raises(ConfigError, match="fresh cannot be written: Not a directory; free space there, or name"):
+    with pytest.raises(ConfigError, match=golden.pattern("store.unwritable")):
         storing.bring(store.url, tmp_path / "fresh", 0, required=True)
 
 
@@ -434,8 +435,8 @@ def test_a_damaged_newest_one_falls_back_to_the_one_before(machine, fresh, harm,
     assert [path.parent.name for path in fresh.rglob("*.safetensors")] == ["8"]
     assert not list(fresh.rglob("*.tmp"))
     if why:
-        assert "the checkpoint of 16 iterations of node0-worker0 (run aa) in memory://" in machine.said[0]
-        assert why in machine.said[0] and "trying the one before it" in machine.said[0]
+        assert golden.text("store.is_in_run") in machine.said[0]
+        assert why in machine.said[0] and golden.text("store.one_before") in machine.said[0]
 
 
 def test_all_processes_of_an_island_or_none(machine, fresh) -> None:
@@ -445,7 +446,7 @@ def test_all_processes_of_an_island_or_none(machine, fresh) -> None:
         machine.uploads_all()
     assert restore(machine.store, fresh, 0, machine.said.append)
     assert sorted(path.parent.name for path in fresh.rglob("*.safetensors")) == ["8", "8"]
-    assert any("1 of its 2 files are complete" in line for line in machine.said)
+    assert any(golden.text("store.files_complete") in line for line in machine.said)
 
 
 def test_each_worker_of_a_node_gets_its_own_and_other_nodes_none(machine, fresh) -> None:
@@ -518,9 +519,7 @@ def test_only_chunks_that_no_file_on_the_disk_has_are_downloaded(machine, counti
     path = saves(machine, 16, c=0.5, v=9.5)
     assert 4 * NUMEL < brings(counting, fresh) < 4 * NUMEL + 5000  # v and the header
     assert (fresh / path.relative_to(machine.folder)).read_bytes() == path.read_bytes()
-    assert re.search(
-        r"16 iterations, 3\.1 MB from memory://\S+ and 9\.4 MB from this disk, checked", capsys.readouterr().out
-    )
+    assert re.search(golden.pattern("store.from_both"), capsys.readouterr().out)
 
 
 def test_workers_of_a_node_get_what_they_share_once(machine, counting, fresh) -> None:
@@ -556,7 +555,7 @@ def test_a_long_download_says_how_far_it_is(machine, counting, fresh, monkeypatc
     monkeypatch.setattr(counting, "read", read)
     assert restore(counting, fresh, 0, said.append, clock)
     came = ("2.1", "5.2", "7.3", "9.4")  # a part takes 4 s, so a third one is due
-    assert said[:-1] == [f"node0-worker0: {mb} of at most 9.4 MB have come from {counting.url}" for mb in came]
+    assert said[:-1] == [golden.text("store.have_come", mb=mb, url=counting.url) for mb in came]
     assert "checked" in said[-1]
 
 
@@ -579,14 +578,14 @@ def test_what_is_no_checkpoint_has_chunks_too(content) -> None:
 
 def test_a_new_run_does_not_mix_with_an_earlier_one(machine, fresh, capsys) -> None:
     storing.check(machine.store.url, new=True)
-    with pytest.raises(ConfigError, match=r"nothing to resume: memory://.* has no intact checkpoint of node 0"):
+    with pytest.raises(ConfigError, match=golden.pattern("store.no_intact")):
         storing.bring(machine.store.url, fresh, 0, required=True)
     assert storing.bring(machine.store.url, fresh, 1, required=True) is False
     machine.checkpoint(8)
     machine.uploads_all()
-    with pytest.raises(ConfigError, match="has the checkpoints of an earlier run: resume it with --resume memory://"):
+    with pytest.raises(ConfigError, match=golden.pattern("store.earlier_run_resume")):
         storing.check(machine.store.url, new=True)
-    with pytest.raises(ConfigError, match="has the checkpoints of an earlier run"):
+    with pytest.raises(ConfigError, match=golden.pattern("store.earlier_run")):
         storing.check(machine.store.url, new=True, node=0)
     storing.check(machine.store.url, new=True, node=1)  # a node of which there are none begins
     storing.check(machine.store.url, new=False)
@@ -611,7 +610,7 @@ def test_a_url_that_cannot_work_is_an_error_before_the_run(url: str, message: st
 @pytest.mark.parametrize("options", [("--store", "/mnt/run"), ("--resume", "python", "x.py")])
 def test_what_is_no_url_is_wrong_use(options: tuple[str, ...]) -> None:
     done = CliRunner().invoke(main, ["launch", *options, "--", "python", "x.py"])
-    assert done.exit_code == 2 and f"'{options[1]}' is no URL such as s3://bucket/run" in done.output
+    assert done.exit_code == 2 and golden.text("store.no_url", url=options[1]) in done.output
 
 
 @pytest.mark.parametrize(
@@ -658,8 +657,8 @@ def test_a_store_that_is_away_for_a_moment_is_read_all_the_same(monkeypatch, cap
         return bool(answer)
 
     assert storing._patiently(read)
-    assert capsys.readouterr().err.count("[store] away; trying again in 0 s") == 2
-    with pytest.raises(ConfigError, match="away; check the URL, the keys and the network"):
+    assert capsys.readouterr().err.count(golden.text("store.try_now")) == 2
+    with pytest.raises(ConfigError, match=golden.pattern("store.check_url")):
         storing._patiently(read)
 
 
@@ -701,7 +700,7 @@ def test_the_watch_ends_a_process_whose_connection_stalls(store, monkeypatch, ca
     store.moved_s = -1e9
     with pytest.raises(EndedError, match=f"{upload.STALLED_CODE}"):
         upload._watch(store, 0.01)
-    assert f"no data has moved to {store.url} for 0.01 s" in capsys.readouterr().out
+    assert golden.text("store.no_data_moved", url=store.url) in capsys.readouterr().out
 
 
 def test_the_end_of_standard_input_is_that_of_the_launcher(monkeypatch) -> None:
@@ -760,7 +759,7 @@ def test_a_terminal_that_is_closed_does_not_end_the_wait_for_the_store(ending) -
 
     ending.when_waiting = hang_up
     told = ending.finish()
-    assert told == [WAITS, HUNG_UP, TERMINATED, HUNG_UP, "memory://run has the results and the newest checkpoints"]
+    assert told == [WAITS, HUNG_UP, TERMINATED, HUNG_UP, golden.text("store.memory_has_all")]
     assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 

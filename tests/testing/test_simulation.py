@@ -14,6 +14,7 @@ from lsgd.algorithms.leader import LeaderSettings
 from lsgd.errors import ConfigError
 from lsgd.settings import AlgorithmSettings, Schedule
 from lsgd.testing.simulation import SimulatedWorker, simulate, steps_at
+from tests import golden
 
 NODES = (2, 1)
 LOSSES = (3.0, 1.0, 2.0)  # of each rank, in every step
@@ -116,7 +117,7 @@ def test_the_probe_elects_by_what_it_returns_and_not_by_the_losses():
     def without(group):
         worker_of(group, LeaderSettings(election="probe"), nn.Linear(3, 1))
 
-    with pytest.raises(ConfigError, match="pass one with probe="):
+    with pytest.raises(ConfigError, match=golden.pattern("simulation.pass_probe")):
         simulate((1,), without)
 
 
@@ -157,7 +158,7 @@ def test_a_speed_that_fits_no_period_is_refused():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         SimulatedWorker.of_model(group, NotingSettings(), model, optimizer, speed=0.75)
 
-    with pytest.raises(ConfigError, match=r"0\.75 times the mean speed takes 1\.5 steps while the mean worker takes 2"):
+    with pytest.raises(ConfigError, match=golden.pattern("simulation.mean_speed")):
         simulate((1,), member)
 
 

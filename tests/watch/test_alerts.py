@@ -9,6 +9,7 @@ import pytest
 
 from lsgd.protocol.events import RoundCompleted, RoundFailed, RunChanged, WorkerChanged
 from lsgd.watch.alerts import FLAT_OVER, Alert, Alerts, Facts, _told, line_of, tell
+from tests import golden
 
 from .test_view import OTHER, WHO, Bench, at, order, progress_of
 
@@ -50,7 +51,7 @@ def test_two_failed_rounds_in_a_row_are_said_once(bench) -> None:
     assert codes(alerts, bench) == []
     bench.tell(order(4), RoundFailed(4, "x", "it broke again"))
     (alert,) = alerts.new(bench.view)
-    assert alert == Alert("rounds.fail", "two rounds in a row have failed, the last because it broke again")
+    assert alert == Alert("rounds.fail", golden.text("alerts.two_failed"))
     bench.tell(order(5), RoundFailed(5, "x", "and again"))
     assert codes(alerts, bench) == []
 
@@ -61,7 +62,7 @@ def test_each_worker_and_each_of_its_states_is_said_once(bench) -> None:
         bench.tell(WorkerChanged(worker, state, "late", "the others waited 120 s for it"))
         bench.tell(WorkerChanged(worker, "live", "", "")) if worker == OTHER else None
     found = [alert.words for alert in alerts.new(bench.view)]
-    assert found == [f"{WHO} is away: the others waited 120 s for it"]
+    assert found == [golden.text("alerts.away", who=WHO)]
     bench.tell(WorkerChanged(OTHER, "straggler", "late", "the others waited 120 s for it"))
     assert codes(alerts, bench) == ["worker.straggler"] and codes(alerts, bench) == []
 
@@ -73,7 +74,7 @@ def test_a_loss_that_is_no_number_and_one_that_does_not_fall(bench) -> None:
     for n in range(1, 2 * FLAT_OVER + 1):
         assert codes(alerts, bench) == []
         bench.tell(order(n, {WHO: 1.0 if n < FLAT_OVER else 1.5}), RoundCompleted(n, 0.5, 1))
-    assert [alert.words.partition(":")[2] for alert in alerts.new(bench.view)] == [" it was 1, and is 1.5"]
+    assert [alert.words.partition(":")[2] for alert in alerts.new(bench.view)] == [golden.text("alerts.was_and_is")]
     assert codes(alerts, bench) == []
 
 
@@ -88,14 +89,14 @@ def test_a_full_disk_and_the_end(bench) -> None:
     assert codes(alerts, bench, Facts(0.0, 5e8)) == ["disk.low"]
     bench.tell(RunChanged("over", "all_made", "all 1000 iterations are done"))
     (alert,) = alerts.new(bench.view, Facts(0.0, 5e8))
-    assert alert == Alert("run.over", "the run is over after 12 iterations: all 1000 iterations are done")
+    assert alert == Alert("run.over", golden.text("alerts.over_after"))
 
 
 def test_a_command_finds_the_alert_in_its_variables(tmp_path) -> None:
     command = f'echo "$LSGD_ALERT_CODE|$LSGD_ALERT|$LSGD_ALERT_RUN|$LSGD_ALERT_FOLDER" > {tmp_path}/said'
     assert tell(command, Alert("disk.low", 'it\'s "full"'), "f00d", tmp_path) == ""
     assert (tmp_path / "said").read_text() == f'disk.low|it\'s "full"|f00d|{tmp_path}\n'
-    assert tell("exit 3", Alert("disk.low", ""), "f00d", tmp_path) == "it ended with exit code 3"
+    assert tell("exit 3", Alert("disk.low", ""), "f00d", tmp_path) == golden.text("alerts.exit_3")
 
 
 def test_a_web_server_gets_json(tmp_path) -> None:

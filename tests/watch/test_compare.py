@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from lsgd.cli.commands import main
+from tests import golden
 
 
 def folder(path: Path, period: int, losses: list[float | None], step_s: float) -> Path:
@@ -47,11 +48,13 @@ def test_two_runs_are_compared_at_the_same_iterations_and_times(runs, tmp_path) 
     assert rows["iterations"] == ["32", "48"] and rows["iterations a second"] == ["8", "2.67"]
     assert rows["loss after 16 iterations"] == ["3", "2"] and rows["loss after 8 iterations"] == ["4", "-"]
     assert rows["loss after 4.0s"] == ["1", "-"]
-    assert next(cells for name, cells in rows.items() if name.startswith("time to a loss of 1"))[1].startswith("12")
+    assert next(cells for name, cells in rows.items() if name.startswith(golden.text("compare.time_to_loss")))[
+        1
+    ].startswith("12")
     assert (tmp_path / "both.png").stat().st_size > 10_000
 
 
 def test_a_folder_without_a_run_and_a_single_one_are_refused(runs, tmp_path) -> None:
     done = CliRunner().invoke(main, ["compare", runs[0], str(tmp_path)])
-    assert f"{tmp_path} has no result.json: name the folder of a run" in done.output
-    assert "two runs or more" in CliRunner().invoke(main, ["compare", runs[0]]).output
+    assert golden.text("compare.no_result", path=tmp_path) in done.output
+    assert golden.text("compare.two_runs") in CliRunner().invoke(main, ["compare", runs[0]]).output

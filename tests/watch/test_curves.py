@@ -15,6 +15,7 @@ from lsgd.run_folder import CURVES, METRICS, RESULT, claimed
 from lsgd.watch import curves, to_end
 from lsgd.watch.curves import LOGGERS, Curves, Point
 from lsgd.watch.reader import Batch, Reader
+from tests import golden
 
 from .test_view import OTHER, REPORT, WHO, at, order, progress_of
 
@@ -71,7 +72,7 @@ def test_a_table_goes_on_after_what_another_process_has_written(tmp_path) -> Non
 def test_a_missing_package_is_said_with_the_line_to_type(monkeypatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     curves.check(["csv"])
-    with pytest.raises(ConfigError, match=r"wandb needs wandb: .* -m pip install 'lsgd\[wandb\]'"):
+    with pytest.raises(ConfigError, match=golden.pattern("curves.needs_wandb")):
         curves.check(["csv", "wandb"])
 
 
@@ -86,7 +87,7 @@ def test_a_folder_that_cannot_be_made_or_written_is_said_in_words(tmp_path, monk
     (tmp_path / CURVES).symlink_to("/dev/full")
     arguments = ["log", "--connect", "tcp://127.0.0.1:9", "--to", "csv", "--out", folder or str(tmp_path)]
     done = CliRunner().invoke(main, arguments)
-    assert (done.exit_code, done.output) == (1, f"Error: {folder or tmp_path} cannot be written: {said}\n")
+    assert (done.exit_code, done.output) == (1, golden.text("curves.not_written", path=folder or tmp_path, said=said))
 
 
 def test_a_server_that_never_answers_is_not_waited_for_as_one_that_is_away(tmp_path, monkeypatch) -> None:
@@ -94,7 +95,7 @@ def test_a_server_that_never_answers_is_not_waited_for_as_one_that_is_away(tmp_p
     monkeypatch.setattr(Reader, "read", lambda self, timeout_s: Batch())
     monkeypatch.setattr(to_end, "FIRST_WITHIN_S", 0.0)
     done = CliRunner().invoke(main, ["log", "--connect", "tcp://127.0.0.1:9", "--to", "csv", "--out", str(tmp_path)])
-    assert done.exit_code == 1 and "no global server has answered for 0 s: is it the right address?" in done.output
+    assert done.exit_code == 1 and golden.text("curves.no_answer") in done.output
 
 
 def test_the_end_that_the_server_could_not_tell_is_in_the_folder_of_the_run_wherever_it_writes(

@@ -39,6 +39,7 @@ from lsgd.watch.dashboard.data import (
 )
 from lsgd.watch.reader import Batch, Reader
 from lsgd.watch.view import Totals
+from tests import golden
 
 from ..integration.running import DEADLINE_S, until
 from .test_view import REPORT
@@ -51,7 +52,7 @@ BEGIN = 1.79e9
     ("host", "trouble"), [("10.0.0..1", "Name or service not known"), ("192.0.2.77", "Cannot assign requested address")]
 )
 def test_a_host_that_is_not_here_is_said(host, trouble) -> None:
-    with pytest.raises(ConfigError, match=rf"^the dashboard cannot listen at {host}: {trouble}; give another"):
+    with pytest.raises(ConfigError, match=golden.pattern("dashboard.not_listening", host=host, trouble=trouble)):
         server._bind(host, None)
 
 
@@ -94,8 +95,8 @@ def test_the_data_say_who_leads_who_is_slow_and_who_is_gone():
     assert snapshot(told(60, leads=False))["loss"]["leaders"] == []
     fast, slow = data["workers"]
     assert (fast["compute"], slow["compute"]) == pytest.approx((0.75, 0.25)) and fast["rate"] == pytest.approx(5)
-    assert slow["state"] == "left" and slow["reason"] == "its process has ended"
-    assert data["gaps"] == [["node0/worker1", "left", "failed", "its process has ended", BEGIN + 60, None]]
+    assert slow["state"] == "left" and slow["reason"] == golden.text("server.process_ended")
+    assert data["gaps"] == [["node0/worker1", "left", "failed", golden.text("server.process_ended"), BEGIN + 60, None]]
     assert data["recent"]["rows"]["node0/worker0"][0][3:-1] == "f" * (data["recent"]["number"] - 4)
     assert data["recent"]["bytes_per_s"][5] == pytest.approx(2000)
     assert data["recent"]["bytes_per_iteration"][5] == pytest.approx(200)
@@ -177,9 +178,9 @@ def test_the_page_says_why_a_run_is_longer_or_shorter_or_went_back():
     tell(50, 1200, WorkerChanged("node0/worker1", "left", "failed", "its process has ended"))
     tell(25, 1200, Note("gone_back", "it goes back to checkpoints"))
     assert [words for _, words in snapshot(told)["turns"]] == [
-        "2225 iterations in all instead of 2990: iterations was set to 2225",
-        "1200 iterations in all instead of 2225: node0/worker1 left: its process has ended",
-        "back from 50 to 25 iterations: it goes back to checkpoints",
+        golden.text("dashboard.iterations_set"),
+        golden.text("dashboard.iterations_left"),
+        golden.text("dashboard.back_to_checkpoints"),
     ]
 
 
@@ -307,7 +308,7 @@ def test_a_token_is_needed_for_everything(dashboard, options):
     port, token = dashboard(*options)
     for path in ("/", "/state.json", "/metrics", "/events", "/plotly.js", "/?token=guessed", "/nothing"):
         status, _, text = answer(port, path)
-        assert status == 401 and "open the address that lsgd dashboard printed" in text
+        assert status == 401 and golden.text("dashboard.open_address") in text
     assert answer(port, "/stop", method="POST")[0] == 401
     status, headers, _ = answer(port, f"/?token={token}")
     assert status == 302 and headers["Location"] == "/" and "HttpOnly" in headers["Set-Cookie"]
@@ -332,9 +333,7 @@ def test_another_port_than_the_usual_is_explained(monkeypatch):
         monkeypatch.setattr(server, "_serve", serve)
         server.open_dashboard("tcp://127.0.0.1:9", None, "127.0.0.1", None, None, said.append)
         server.open_dashboard("tcp://127.0.0.1:9", None, "127.0.0.1", 0, None, said.append)
-    assert re.fullmatch(
-        rf"http://127\.0\.0\.1:\d+/ \(port {taken} is taken by this process \({os.getpid()}\)\)", said[0]
-    )
+    assert re.fullmatch(golden.pattern("dashboard.port_taken", taken=taken, pid=os.getpid()), said[0])
     assert re.fullmatch(r"http://127\.0\.0\.1:\d+/", said[1])
 
 
@@ -371,4 +370,4 @@ def test_the_report_of_a_run_is_one_file(servers, tmp_path):
     done = CliRunner().invoke(main, ["report", str(nameless)])
     assert done.exit_code == 0 and '/r?"' in (nameless / "report.html").read_text(), done.output
     refused = CliRunner().invoke(main, ["report", str(tmp_path / "nothing")])
-    assert refused.exit_code == 1 and "there is no result.json" in refused.output
+    assert refused.exit_code == 1 and golden.text("dashboard.no_result") in refused.output

@@ -14,6 +14,7 @@ from lsgd.node.panel import Panel
 from lsgd.protocol.messages import Moved, Place, encode
 from lsgd.protocol.sockets import Listener, wait_for
 from lsgd.watch.reader import Reader
+from tests import golden
 
 from ..integration.running import DEADLINE_S, until
 
@@ -70,7 +71,7 @@ def test_the_panel_of_a_launcher_says_it_too(moved) -> None:
     panel.start()
     until(lambda: shown, "it says so")
     panel.close()
-    assert shown[0] == [f"no progress is shown: {SAID}"]
+    assert shown[0] == [golden.text("watch.no_progress", said=SAID)]
 
 
 def test_a_reader_raises_it_each_time(moved) -> None:

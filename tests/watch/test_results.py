@@ -17,6 +17,7 @@ from lsgd.cli.commands import main
 from lsgd.protocol.messages import Place
 from lsgd.run_folder import claimed, moved
 from lsgd.watch import curve, results
+from tests import golden
 
 RESULT = {"run": "1", "state": "over", "code": "all_made", "reason": "all 900 iterations are done", "count": 900}
 RESULT |= {"algorithm": "leader", "iterations": 900, "rounds_global": 2, "seconds": 75.0, "loss": 0.25, "members": []}
@@ -115,9 +116,9 @@ def test_without_matplotlib_the_rest_is_there_and_one_line_says_what_to_install(
     monkeypatch.delitem(sys.modules, "lsgd.watch.curve")
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     first, second = results.finish(folder := leave(tmp_path / "run"), 0)
-    assert first.startswith("there is no curve.png, which needs matplotlib: ")
+    assert first.startswith(golden.text("results.no_matplotlib"))
     assert first.endswith(" -m pip install matplotlib")
-    assert second == (f"finished: all 900 iterations are done; result.json, metrics.jsonl in {folder}")
+    assert second == (golden.text("results.finished_in", path=folder))
     assert not (folder / "curve.png").exists()
     assert json.loads((folder / "result.json").read_text()) == RESULT | {"state": "finished", "exit_code": 0}
 
@@ -137,7 +138,7 @@ def test_the_picture_never_decides_how_a_run_ended(tmp_path: Path, name: str) ->
     folder = leave(tmp_path / name)
     with (folder / "metrics.jsonl").open("ab") as file:
         file.write(b'5\n[1]\n{"count": 3}\n{"count": null}\nnull\n\xff\xfe\n')
-    assert results.finish(folder, 0)[-1].startswith("finished: all 900 iterations are done; ")
+    assert results.finish(folder, 0)[-1].startswith(golden.text("results.finished"))
     assert (folder / "curve.png").exists()
     assert json.loads((folder / "result.json").read_text())["state"] == "finished"
 
@@ -149,14 +150,14 @@ def test_the_picture_never_decides_how_a_run_ended(tmp_path: Path, name: str) ->
 def test_a_picture_that_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch, error, said) -> None:
     monkeypatch.setattr(curve, "draw", Mock(side_effect=error))
     first, last = results.finish(leave(tmp_path / "run"), 0)
-    assert first == f"there is no curve.png: {said}" and last.startswith("finished: ")
+    assert first == golden.text("results.no_curve", said=said) and last.startswith("finished: ")
 
 
 def test_results_that_cannot_be_written_are_said(tmp_path) -> None:
     (leave(tmp_path / "run") / "result.json.tmp").symlink_to("/dev/full")
     first, second = results.finish(tmp_path / "run", 1, "failed", "global failed with exit code 2")
-    assert first == f"the results cannot be written to {tmp_path / 'run'}: No space left on device"
-    assert second.startswith("failed: global failed with exit code 2; no results are in ")
+    assert first == golden.text("results.not_written", path=tmp_path / "run")
+    assert second.startswith(golden.text("results.failed_2"))
 
 
 def test_an_end_that_the_server_could_not_write_is_said_in_the_last_line_all_the_same(tmp_path) -> None:
@@ -164,8 +165,8 @@ def test_an_end_that_the_server_could_not_write_is_said_in_the_last_line_all_the
     older = RESULT | {"state": "waiting", "code": "joining", "reason": "1 of 2 workers have joined", "count": 0}
     (folder / "result.json").write_text(json.dumps(older))
     first, last = results.finish(folder, 0, "", "all 900 iterations are done")
-    assert first == f"the end of the run could not be written to {folder / 'result.json'}: what it says is older"
-    assert last.startswith("finished: all 900 iterations are done; ")
+    assert first == golden.text("results.end_not_written", path=folder / "result.json")
+    assert last.startswith(golden.text("results.finished"))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +190,7 @@ def listed(*arguments: str) -> list[str]:
 
 def test_runs_are_listed_newest_first_with_what_became_of_them(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert listed() == ["there are no runs in runs; name the folder: lsgd runs FOLDER"]
+    assert listed() == [golden.text("results.no_runs")]
     folder, going = Path("runs"), RESULT | {"state": "running", "count": 12, "iterations": 0, "loss": None}
     long = "a-very-long-name-that-somebody-gave-to-a-run"
     leave(folder / "done", RESULT | {"state": "finished"})
@@ -224,9 +225,9 @@ def test_runs_are_listed_newest_first_with_what_became_of_them(tmp_path, monkeyp
     assert lines[0].split() == ["run", "state", "algorithm", "iterations", "loss", "time", "started"]
     assert lines[1].startswith("a-very-long-nam") and "… " in lines[1] and " running " in lines[1]
     assert " 12 " in lines[1] and "2h02m" in lines[1]
-    assert lines[3].startswith("    its launcher was killed; the logs are in runs/killed")
-    assert "    its results are on node 0" in lines
-    assert "    its results are on node 2, which served it last" in lines
+    assert lines[3].startswith(golden.text("results.logs_in"))
+    assert golden.text("results.on_node_0") in lines
+    assert golden.text("results.on_node_2") in lines
     (done,) = [line for line in lines if line.startswith("done")]
     assert done.split()[:6] == ["done", "finished", "leader", "900/900", "0.25", "1m15s"]
 
