@@ -159,13 +159,14 @@ def by_sockets(address: str, joins: list[Join], step_s: float, seconds: float, l
 
 def by_channel(address: str, join: Join, step_s: float, seconds: float, lookahead: int) -> list[float]:
     """Let one worker iterate for so long through the client's channel, and return its waits in seconds."""
-    from lsgd.client.control.channel import Channel, Expected
+    from lsgd.client.control.channel import Channel
+    from lsgd.client.control.waiting import Expected
 
     def expect(seq: int) -> Expected:
         return channel.expect(lambda m: isinstance(m, Go) and m.seq == seq)
 
     channel = Channel(address, join.incarnation, START_WITHIN_S)
-    channel.start_heartbeat(join.worker)
+    channel.signs.begin(join.worker)
     channel.ask(join, lambda m: isinstance(m, Welcome), what="joining", timeout_s=START_WITHIN_S)
     chance = random.Random(join.incarnation)
     who, waits_s = (join.worker, join.incarnation), []

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from lsgd.client.control import channel as module
-from lsgd.client.control.channel import SAY_EVERY_S, Channel, Clock, Notice
+from lsgd.client.control.channel import SAY_EVERY_S, Channel, Clock
+from lsgd.client.control.waiting import Notice
 from lsgd.errors import EvictedError, ExchangeError, JoinError, RunOverError, ServerLostError
 from lsgd.protocol.messages import (
     Completed,
@@ -223,7 +224,7 @@ def test_what_an_earlier_question_waited_for_is_no_reason(world, caplog) -> None
 
 @pytest.mark.parametrize("silence_s", [None, 5.0])
 def test_an_absent_global_server_ends_a_wait_in_time_with_the_line_to_type(world, silence_s) -> None:
-    world.channel.global_silence_s = 60.0
+    world.channel.patience.global_s = 60.0
     line = "the global server at tcp://a:1 has been silent for 9 s; start it again there"
     for seconds in range(100):
         world.at(seconds, Waiting(1, line, away=True))
@@ -234,7 +235,7 @@ def test_an_absent_global_server_ends_a_wait_in_time_with_the_line_to_type(world
 
 
 def test_a_global_server_that_is_heard_again_in_time_ends_no_wait(world) -> None:
-    world.channel.global_silence_s = 60.0
+    world.channel.patience.global_s = 60.0
     for seconds in range(300):
         world.at(seconds, Waiting(1, "of node1/worker3" if seconds % 50 == 0 else "away", away=seconds % 50 > 0))
     world.at(300, go(1))
@@ -271,7 +272,7 @@ def test_the_end_of_a_generation_ends_only_what_is_of_it(world) -> None:
 def test_where_no_answer_will_come_an_exchange_is_over_too(world, message) -> None:
     """Nobody else would free a worker from a collective without a deadline."""
     over: list[int] = []
-    world.channel.when_over = over.append
+    world.channel.endings.when_over = over.append
     world.at(1.0, message)
     with pytest.raises((JoinError, ServerLostError, EvictedError)):
         world.ask(1)
@@ -286,7 +287,7 @@ def test_a_message_that_is_none_is_dropped(world, caplog) -> None:
 
 
 def test_a_heartbeat_comes_every_second_also_between_questions(world) -> None:
-    world.channel.start_heartbeat("node0/worker0")
+    world.channel.signs.begin("node0/worker0")
     world.passes(5.5)
     world.at(8.0, go(1))
     world.ask()
@@ -296,8 +297,8 @@ def test_a_heartbeat_comes_every_second_also_between_questions(world) -> None:
 
 @pytest.mark.parametrize(("lease_s", "every_s"), [(15.0, 1.0), (5.0, 1.0), (2.0, 0.4), (1.0, 0.2)])
 def test_a_short_lease_has_five_heartbeats(world, lease_s: float, every_s: float) -> None:
-    world.channel.lease_s = lease_s
-    world.channel.start_heartbeat("node0/worker0")
+    world.channel.signs.lease_s = lease_s
+    world.channel.signs.begin("node0/worker0")
     world.passes(4.9)  # with a turn each 0.1 s
     times = [seconds for seconds, message in world.got if isinstance(message, Heartbeat)]
     gaps = [after - before for before, after in itertools.pairwise(times)]
@@ -315,7 +316,7 @@ def test_nothing_is_lost_while_the_local_server_is_away(world) -> None:
 
 
 def test_a_server_with_another_run_counts_as_away(world) -> None:
-    world.channel.run, world.channel.global_silence_s = "R1", 60.0
+    world.channel.endings.run, world.channel.patience.global_s = "R1", 60.0
     for seconds in range(100):
         world.at(seconds, Evicted("who?", "R2"))
     with pytest.raises(ServerLostError, match=re.escape(OTHER_RUN)):
@@ -324,7 +325,7 @@ def test_a_server_with_another_run_counts_as_away(world) -> None:
 
 
 def test_of_its_own_run_it_is_evicted(world) -> None:
-    world.channel.run = "R1"
+    world.channel.endings.run = "R1"
     world.at(1.0, Evicted("it was silent", "R1"))
     with pytest.raises(EvictedError, match="it was silent"):
         world.ask()

@@ -85,7 +85,7 @@ class SimulatedWorker:
         self._listens = False  # a message ends it, too
         silence_s = run.plan.run.server_timeout_s
         self.channel = Channel("", incarnation, silence_s, clock=WorkerClock(self), link=self)
-        self.channel.when_over = lambda generation: run.after(0.0, lambda: self._is_over(generation))
+        self.channel.endings.when_over = lambda generation: run.after(0.0, lambda: self._is_over(generation))
         self._script = greenlet(self._live)
         self.go_on()
         self._beat()
@@ -152,8 +152,9 @@ class SimulatedWorker:
     def _join(self) -> None:
         run, channel = self.run.plan.run, self.channel
         welcome = channel.ask(self.join, lambda m: isinstance(m, Welcome), what=f"{self.name} joins")
-        channel.run, channel.lease_s, channel.global_silence_s = welcome.run, run.lease_s, run.server_timeout_s
-        channel.start_heartbeat(self.name)
+        channel.endings.run = welcome.run
+        channel.signs.lease_s, channel.patience.global_s = run.lease_s, run.server_timeout_s
+        channel.signs.begin(self.name)
         who = (self.name, self.incarnation)
         membership = SimpleNamespace(plan=self.run.plan, welcome=welcome, island=Alone(), channel=channel, who=who)
         self.grants = GrantClient(cast(Any, membership), cast(Any, self), cast(Any, self))

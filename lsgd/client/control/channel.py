@@ -2,24 +2,19 @@
 
 import logging
 import math
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lsgd.errors import EvictedError, ExchangeError, JoinError, ProtocolError, RunOverError, ServerLostError
+from lsgd.client.control.waiting import Endings, Expected, Notice, Patience, Question
+from lsgd.errors import ExchangeError, ProtocolError, ServerLostError
 from lsgd.protocol.messages import (
-    Evicted,
     GenerationOver,
-    GivenUp,
     Heartbeat,
-    Over,
     Published,
     Recall,
-    Refused,
     StatusQuery,
     Upward,
     Waiting,
@@ -52,42 +47,11 @@ Message = Upward | WorkerHello | StatusQuery
 
 _WHERE_S = 2.0
 _RECONNECTING_S = 0.01
-_FROZEN_S = 1.0  # who was not scheduled for this long heard nobody
 
 
 def heartbeat_every_s(lease_s: float) -> float:
     """Return the seconds between signs of life of a process that counts as dead after a silence of ``lease_s``."""
     return min(1.0, lease_s / 5)
-
-
-@dataclass(eq=False)
-class Expected:
-    """A message for which ``answer`` is true; ``answered`` once it has arrived."""
-
-    answer: Callable[[Any], bool]
-    answered: Any = None
-
-
-@dataclass(eq=False)
-class Notice:
-    """When a wait began, and was last said; it may go on over several questions, with rounds between them."""
-
-    began_at: float = -math.inf
-    said_at: float = -math.inf
-
-
-@dataclass(eq=False)
-class _Question:
-    """Messages that are sent every second until an answer comes; the fields are those of :meth:`Channel.ask`."""
-
-    frames: Sequence[bytes]
-    what: str
-    timeout_s: float | None
-    silence_s: float | None
-    generation: int | None
-    asked_at: float
-    notice: Notice
-    sent_at: float = -math.inf
 
 
 class Clock:
@@ -115,11 +79,45 @@ class Carrier(Protocol):
         """End the connection."""
 
 
+class SignsOfLife:
+    """What a worker sends its local server unasked: that it lives, and who it is, which a restarted server must learn.
+
+    Attributes:
+        lease_s: how long the servers take this worker's silence; unlimited before it joins a run.
+        totals: returns what the heartbeats say; called in the channel's thread.
+    """
+
+    def __init__(self, incarnation: int) -> None:
+        self.lease_s = math.inf
+        self.totals: Callable[[], Totals] = lambda: (0.0, 0.0, 0.0, 0, 0, {}, "")
+        self._incarnation = incarnation
+        self._worker = ""
+        self._where = b""
+        self._beat_at = self._introduced_at = -math.inf
+
+    def introduce(self, where: WorkerHello) -> None:
+        """From now on say every two seconds who this process is."""
+        self._where = encode(where)
+
+    def begin(self, worker: str) -> None:
+        """From now on send heartbeats as ``worker``: every second, or five in a lease of less than five seconds."""
+        self._worker = worker
+
+    def due(self, now: float) -> Iterable[bytes]:
+        """Return the packed messages that are due."""
+        if self._worker and now - self._beat_at >= heartbeat_every_s(self.lease_s):
+            self._beat_at = now
+            yield encode(Heartbeat(self._worker, self._incarnation, *self.totals()))
+        if self._where and now - self._introduced_at >= _WHERE_S:
+            self._introduced_at = now
+            yield self._where
+
+
 class Channel:
     """Sends messages and waits for their answers; safe to use from several threads.
 
-    The thread also sends the servers a heartbeat every second, or five in a lease that is shorter than five seconds,
-    and handles what they send unasked: that a generation is over, or that this worker is out of the run.
+    The thread also sends the servers this worker's signs of life, and handles what they send unasked: that a generation
+    is over, or that this worker is out of the run.
 
     Args:
         address: the local server's.
@@ -128,14 +126,12 @@ class Channel:
         link: carries messages when :meth:`turn` is called; None: a socket, in a thread of its own.
 
     Attributes:
-        lease_s: how long the servers take this worker's silence; unlimited before it joins a run.
-        global_silence_s: longest wait while only the local server answers; unlimited at first.
-        run: this worker's; empty before it joins one.
-        given_up: whether no answer will come any more, so that the worker saves what there is, and leaves.
+        patience: how long it waits for silent servers.
+        endings: what ends a wait before its answer: this worker's part in the run is over, or a generation.
+        signs: what it sends unasked.
         relay: address of the relay, and the proof for it, if it has moved since the welcome.
-        totals: returns what the heartbeats say; called in the channel's thread.
-        when_over: called there with the number of each generation that is over, and so are those before it.
-        pass_down: called there with messages about addresses and generations, for this worker's other processes.
+        pass_down: called in the thread with messages about addresses and generations, for this worker's other
+            processes.
     """
 
     def __init__(
@@ -148,41 +144,20 @@ class Channel:
         link: Carrier | None = None,
     ) -> None:
         self.address = address
-        self.silence_s = silence_s
-        self.lease_s = math.inf
-        self.global_silence_s = math.inf
-        self.run = ""
-        self.given_up = False
+        self.patience, self.endings, self.signs = Patience(silence_s), Endings(), SignsOfLife(incarnation)
         self.relay = ("", b"")
-        self.totals: Callable[[], Totals] = lambda: (0.0, 0.0, 0.0, 0, 0, {}, "")
-        self.when_over: Callable[[int], None] = lambda generation: None
         self.pass_down: Callable[[bytes], None] = lambda frame: None
-        self._incarnation = incarnation
-        self._worker = ""
-        self._where = b""
         self._outbox: deque[bytes] = deque(maxlen=MAX_OUTBOX)
         self._changed = threading.Condition()
         self._expected: list[Expected] = []
-        self._heard_at = 0.0
-        self._global_heard_at = 0.0
-        self._waits_for = ""
-        self._refused: JoinError | None = None
         self._recalled = False
-        self._over: dict[int, str] = {}
-        self._beat_at = self._introduced_at = -math.inf
-        self._closing = False
-        self._clock = clock or Clock()
-        self._link = link
-        self._wakeup: Wakeup | None = None
-        if link is None:
-            self._open()
+        self._clock, self._link = clock or Clock(), link
+        self._thread = self._open(incarnation) if link is None else None
 
-    def _open(self) -> None:
-        socket = Connector(self.address, str(self._incarnation).encode())
-        self._link, self._wakeup = socket, Wakeup()
-        sources = socket, self._wakeup
-        self._thread = threading.Thread(target=self._serve, args=sources, name="lsgd-channel", daemon=True)
-        self._thread.start()
+    def _open(self, incarnation: int) -> "_Thread | None":
+        """Connect to the local server by a socket in a thread; return that."""
+        self._link = socket = Connector(self.address, str(incarnation).encode())
+        return _Thread(self, socket)
 
     def send(self, message: Message) -> None:
         """Send a message without waiting."""
@@ -191,8 +166,8 @@ class Channel:
     def put(self, frame: bytes) -> None:
         """Send a packed message without waiting."""
         self._outbox.append(frame)
-        if self._wakeup is not None:
-            self._wakeup.set()
+        if self._thread is not None:
+            self._thread.wake()
 
     def expect(self, answer: Callable[[Any], bool]) -> Expected:
         """Keep the next message for which ``answer`` is true, until :meth:`ask` or :meth:`forget` takes it."""
@@ -248,11 +223,9 @@ class Channel:
         notice = notice or Notice()
         if notice.began_at == -math.inf:
             notice.began_at = notice.said_at = now
-        question = _Question(frames, what, timeout_s, silence_s, generation, now, notice)
+        question = Question(frames, what, timeout_s, silence_s, generation, now, notice)
         with self._changed:
-            self._heard_at = max(self._heard_at, now)
-            self._global_heard_at = max(self._global_heard_at, now)
-            self._waits_for = ""  # what an earlier question waited for explains nothing
+            self.patience.begin(now)
         try:
             while True:
                 self._repeat(question)
@@ -266,89 +239,57 @@ class Channel:
             self.forget(expected)
 
     def _wait(self, seconds: float) -> None:
-        """Wait for a change; a time in which this process was frozen is no silence of the servers."""
+        """Wait for a change."""
         began_at = self._clock.now()
         self._clock.wait(self._changed, seconds)
         now = self._clock.now()
-        if (frozen_s := now - began_at - seconds) > _FROZEN_S:
-            self._heard_at = min(self._heard_at + frozen_s, now)
-            self._global_heard_at = min(self._global_heard_at + frozen_s, now)
+        self.patience.thaw(now - began_at, seconds, now)
 
-    def _repeat(self, question: _Question) -> None:
+    def _repeat(self, question: Question) -> None:
         """Send a question again, and say what it waits for, when that is due."""
         now, notice = self._clock.now(), question.notice
         every_s = min(max(SAY_EVERY_S, notice.said_at - notice.began_at), SAY_AT_LEAST_EVERY_S)  # 10, 20, 40, ...
         due = now - notice.said_at >= every_s
         if now - question.sent_at >= RESEND_S:
-            again = due and not self._waits_for  # twice: only a repeated question is told what it waits for
+            again = due and not self.patience.reason  # twice: only a repeated question is told what it waits for
             for frame in [*question.frames, *question.frames] if again else question.frames:
                 self.put(frame)
             question.sent_at = now
-        if due and (self._waits_for or now - question.asked_at >= 2 * RESEND_S):
+        if due and (self.patience.reason or now - question.asked_at >= 2 * RESEND_S):
             logger.warning("%s for %.0f s: %s", question.what, now - notice.began_at, self._awaited(now))
             notice.said_at = now
 
     def _awaited(self, now: float) -> str:
         """Return the reason to wait: what the local server last said, unless it has fallen silent."""
-        if now - self._heard_at > 3 * RESEND_S:
-            return f"the local server at {self.address} has been silent for {now - self._heard_at:.0f} s"
-        return self._waits_for or "no word yet"
+        if (silent_s := now - self.patience.local_at) > 3 * RESEND_S:
+            return f"the local server at {self.address} has been silent for {silent_s:.0f} s"
+        return self.patience.reason or "no word yet"
 
-    def _check(self, question: _Question) -> None:
+    def _check(self, question: Question) -> None:
         """Raise an error if no answer will come, or not in time."""
-        if self._refused is not None:
-            raise self._refused
-        now, silence_s = self._clock.now(), question.silence_s
-        if question.generation in self._over:
-            raise ExchangeError(f"generation {question.generation} is over: {self._over[question.generation]}")
+        self.endings.check(question)
+        now, patience, silence_s = self._clock.now(), self.patience, question.silence_s
         if question.timeout_s is not None and now - question.asked_at > question.timeout_s:
-            raise ExchangeError(f"{question.what} for {question.timeout_s:.3g} s: {self._waits_for or 'no answer'}")
+            raise ExchangeError(f"{question.what} for {question.timeout_s:.3g} s: {patience.reason or 'no answer'}")
         waited = f"{question.what} for {now - question.asked_at:.0f} s"
-        if self.given_up:
+        if self.endings.given_up:
             raise ServerLostError(f"{waited}, and its servers have ended or were given up")
-        if now - self._heard_at > (silence_s or self.silence_s):
+        if (silent_s := now - patience.local_at) > (silence_s or patience.local_s):
             raise ServerLostError(
-                f"{waited}, and the local server at {self.address} has been silent for "
-                f"{now - self._heard_at:.0f} s; start it again: lsgd-server --local --listen {self.address}"
+                f"{waited}, and the local server at {self.address} has been silent for {silent_s:.0f} s; start it "
+                f"again: lsgd-server --local --listen {self.address}"
             )
-        if now - self._global_heard_at > (silence_s or self.global_silence_s):
+        if now - patience.global_at > (silence_s or patience.global_s):
             raise ServerLostError(f"{waited}, and {self._awaited(now)}")
 
     def generation_over(self, generation: int) -> str:
         """Return why a generation is over; empty while it lasts, as far as this worker knows."""
-        return self._over.get(generation, "")
-
-    def introduce(self, where: WorkerHello) -> None:
-        """From now on say every two seconds who this process is: a restarted local server has to know."""
-        self._where = encode(where)
-
-    def start_heartbeat(self, worker: str) -> None:
-        """From now on send heartbeats as ``worker``."""
-        self._worker = worker
+        return self.endings.generations.get(generation, "")
 
     def close(self) -> None:
         """Send what is left, then end the thread."""
-        self._closing = True
-        if self._wakeup is not None:
-            self._wakeup.set()
-            self._thread.join(5.0)
-
-    # -- the thread --------------------------------------------------------------------------------------------
-
-    def _serve(self, socket: Connector, wakeup: Wakeup) -> None:
-        closed_at: float | None = None
-        try:
-            while True:
-                if self._closing and closed_at is None:
-                    closed_at = self._clock.now()
-                sent = self.turn()
-                if closed_at is not None and (sent or self._clock.now() - closed_at > CLOSE_WITHIN_S):
-                    return
-                wait_for(heartbeat_every_s(self.lease_s) / 2 if sent else _RECONNECTING_S, socket, wakeup)
-                wakeup.clear()
-        finally:
-            socket.close()
-            wakeup.close()
+        if self._thread is not None:
+            self._thread.close()
 
     def turn(self) -> bool:
         """Take what has arrived, and send what is due; return whether the local server is there to get it."""
@@ -356,13 +297,7 @@ class Channel:
         for frames in self._link.receive():
             for frame in frames:
                 self._take(frame)
-        now = self._clock.now()
-        if self._worker and now - self._beat_at >= heartbeat_every_s(self.lease_s):
-            self._outbox.append(encode(Heartbeat(self._worker, self._incarnation, *self.totals())))
-            self._beat_at = now
-        if self._where and now - self._introduced_at >= _WHERE_S:
-            self._outbox.append(self._where)
-            self._introduced_at = now
+        self._outbox.extend(self.signs.due(self._clock.now()))
         return self._flush(self._link)
 
     def _flush(self, link: Carrier) -> bool:
@@ -383,40 +318,52 @@ class Channel:
         if isinstance(message, Published | GenerationOver):
             self.pass_down(frame)
         with self._changed:
-            self._heard_at = self._clock.now()
-            if isinstance(message, Evicted) and self.run and message.run != self.run:
-                self._waits_for = _other_run(message.run, self.run)
+            if (foreign := self.endings.foreign(message)) is not None:
+                self.patience.hear(foreign, self._clock.now())
                 return
+            self.patience.hear(message, self._clock.now())
             if isinstance(message, WorkerHelloReply) and message.relay:
                 self.relay = message.relay, message.relay_secret
-            if not isinstance(message, WorkerHelloReply) and not (isinstance(message, Waiting) and message.away):
-                self._global_heard_at = self._heard_at
-            if isinstance(message, GivenUp):
-                self.given_up = True
-            elif isinstance(message, Waiting):
-                self._waits_for = message.reason
-            elif isinstance(message, Refused):
-                self._refused = self._refused or JoinError(message.reason)  # the first reason counts
-            elif isinstance(message, Over):
-                self._refused = self._refused or RunOverError(f"the run is over: {message.reason}")
-            elif isinstance(message, Evicted):
-                self._refused = self._refused or EvictedError(message.reason)
-            elif isinstance(message, GenerationOver):
-                if self._over.get(message.generation) != message.reason:
-                    logger.warning("generation %d is over: %s", message.generation, message.reason)
-                self._over[message.generation] = message.reason
-                self.when_over(message.generation)
-            elif isinstance(message, Recall):
+            if isinstance(message, Recall):
                 self._recalled = True
-            elif one := next((e for e in self._expected if e.answered is None and e.answer(message)), None):
-                one.answered = message
-            if isinstance(message, GivenUp | Refused | Evicted):
-                self.when_over(sys.maxsize)  # nobody else will say that an exchange of this worker is over
+            elif not (self.endings.take(message) or isinstance(message, Waiting)):
+                one = next((e for e in self._expected if e.answered is None and e.answer(message)), None)
+                if one is not None:
+                    one.answered = message
             self._changed.notify_all()
 
 
-def _other_run(theirs: str, ours: str) -> str:
-    return (
-        f"the global server has begun another run ({theirs}) and does not know this one ({ours}): it was started "
-        f"without its journal. Stop it, and start it again with the --journal of run {ours}"
-    )
+class _Thread:
+    """The thread that owns a channel's socket."""
+
+    def __init__(self, channel: Channel, socket: Connector) -> None:
+        self._channel, self._socket = channel, socket
+        self._closing, self._wakeup = False, Wakeup()
+        self._thread = threading.Thread(target=self._serve, name="lsgd-channel", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Have the channel's next turn now."""
+        self._wakeup.set()
+
+    def close(self) -> None:
+        """Send what is left, then end."""
+        self._closing = True
+        self._wakeup.set()
+        self._thread.join(5.0)
+
+    def _serve(self) -> None:
+        channel, closed_at = self._channel, math.inf
+        try:
+            while True:
+                if self._closing:
+                    closed_at = min(closed_at, time.monotonic())
+                sent = channel.turn()
+                if closed_at < math.inf and (sent or time.monotonic() - closed_at > CLOSE_WITHIN_S):
+                    return
+                every_s = heartbeat_every_s(channel.signs.lease_s)
+                wait_for(every_s / 2 if sent else _RECONNECTING_S, self._socket, self._wakeup)
+                self._wakeup.clear()
+        finally:
+            self._socket.close()
+            self._wakeup.close()

@@ -459,7 +459,7 @@ class FollowerChannel(Channel):
         self._island = island
         super().__init__(address, incarnation, math.inf)
 
-    def _open(self) -> None:
+    def _open(self, incarnation: int) -> None:
         self._island.take = self._take
 
     def send(self, message: Message) -> None:
@@ -470,12 +470,6 @@ class FollowerChannel(Channel):
     def put(self, frame: bytes) -> None:
         """Have the head send a packed message."""
         self._island.pass_up(frame)
-
-    def start_heartbeat(self, worker: str) -> None:
-        """Do nothing: the head's connection tells it that this process runs."""
-
-    def close(self) -> None:
-        """Do nothing: the island has the connection."""
 
 
 def island_of(model: nn.Module) -> Island:

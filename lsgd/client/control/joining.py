@@ -198,7 +198,7 @@ def join_run(
     except EvictedError:  # its node follows another server now: started again, it joins there
         set_exit_codes()
         raise
-    channel.lease_s = plan.run.lease_s
+    channel.signs.lease_s = plan.run.lease_s
     island.has_joined(plan.run.lease_s)
     device = next(model.parameters()).device
     for warning in welcome.warnings:
@@ -338,9 +338,9 @@ def _ask(channel: Channel, message: Message, answer: type, what: str, timeout_s:
         try:
             return channel.ask(message, lambda m: isinstance(m, answer), what=what, timeout_s=max(0.0, left_s))
         except ServerLostError as error:
-            if channel.given_up or not listens(channel.address):
+            if channel.endings.given_up or not listens(channel.address):
                 raise
-            channel.silence_s = SILENCE_S
+            channel.patience.local_s = SILENCE_S
             words = "%s; it is there, so this worker asks again for %.0f s"
             logger.warning(words, str(error).partition("; ")[0], max(0.0, deadline_s - time.monotonic()))
 
@@ -367,8 +367,8 @@ def _hello(channel: Channel, identity: Identity, timeout_s: float) -> WorkerHell
             f"--node N --connect tcp://GLOBAL-SERVER:{DEFAULT_PORT} (and the global one once: lsgd-server --global); "
             f"set LSGD_LOCAL for another address"
         ) from None
-    channel.introduce(where)
-    channel.silence_s = SILENCE_S
+    channel.signs.introduce(where)
+    channel.patience.local_s = SILENCE_S
     return here
 
 
@@ -383,7 +383,7 @@ def _second_join(identity: Identity, why: str) -> SecondJoinError:
 
 def _welcome(channel: Channel, join: Join, timeout_s: float, shards: int) -> tuple[Welcome, Plan]:
     """Return the servers' welcome and its plan; a worker that cannot use the plan leaves, so that no one waits."""
-    channel.start_heartbeat(join.worker)
+    channel.signs.begin(join.worker)
     what = f"{join.worker} waits to join"
     try:
         welcome: Welcome = _ask(channel, join, Welcome, what, timeout_s)
@@ -398,8 +398,8 @@ def _welcome(channel: Channel, join: Join, timeout_s: float, shards: int) -> tup
         with contextlib.suppress(ExchangeError, JoinError, ServerLostError):
             channel.ask(leave, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S)
         raise JoinError(f"{join.worker} cannot take part: {error}") from None
-    channel.silence_s = channel.global_silence_s = plan.run.server_timeout_s
-    channel.run = welcome.run
+    channel.patience.local_s = channel.patience.global_s = plan.run.server_timeout_s
+    channel.endings.run = welcome.run
     return welcome, plan
 
 

@@ -6,8 +6,9 @@ import math
 from torch._C._distributed_c10d import Store as Store  # for other modules, too
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
-from lsgd.client.control.channel import Channel, Expected
+from lsgd.client.control.channel import Channel
 from lsgd.client.control.joining import Membership
+from lsgd.client.control.waiting import Expected
 from lsgd.protocol.messages import Generation, Get, Published, Put
 
 _ENDED = object()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from lsgd.client.control.channel import Expected, Notice
+from lsgd.client.control.waiting import Expected, Notice
 from lsgd.errors import ExchangeError, JoinError, LsgdError, ServerLostError
 from lsgd.means import mean_of
 from lsgd.plan.run import RunSettings

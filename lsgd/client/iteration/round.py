@@ -127,7 +127,7 @@ class Groups:
     current: WorkerGroup | None = None
 
     def __post_init__(self) -> None:
-        self.membership.channel.when_over = self._cut
+        self.membership.channel.endings.when_over = self._cut
 
     def whole(self, order: Round) -> Round:
         """Return an order with its members' names, which the servers omit if this worker knows them."""

@@ -82,7 +82,7 @@ class Rounds:
         self._warned = False  # about its losses
         traffic = self.groups.traffic
         self._island.passed = lambda: (traffic.sent_nbytes, traffic.received_nbytes)
-        self._channel.totals = self._totals
+        self._channel.signs.totals = self._totals
 
     @property
     def pending(self) -> bool:
