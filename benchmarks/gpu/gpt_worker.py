@@ -80,7 +80,7 @@ def main() -> None:
     model, optimizer = made(size, home)
     with Worker.join(model, optimizer) as worker:
         meter = Meter(given, worker.rank, worker.world_size, home)
-        profiled = Profile(home, lambda: worker._steps.rounds.committed) if given.profile else None
+        profiled = Profile(home, lambda: worker._steps.rounds.last.committed) if given.profile else None
         for tokens in worker.batches(generated(size, worker.rank, home)):
             if meter.step_begins():
                 if profiled is not None and profiled.step_begins():

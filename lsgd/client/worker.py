@@ -211,12 +211,12 @@ class Worker:
     @property
     def rank(self) -> int:
         """Rank in the current generation; before the first round, the one expected."""
-        return self._steps.rounds.rank
+        return self._steps.rounds.seat.rank
 
     @property
     def world_size(self) -> int:
         """Members of the current generation; before the first round, those expected in it."""
-        return self._steps.rounds.world_size
+        return self._steps.rounds.seat.world_size
 
     @property
     def part(self) -> tuple[int, int]:
@@ -225,7 +225,7 @@ class Worker:
         Workers that only evaluate, are late or have finished their own loops keep theirs, so that an epoch is no longer
         for the others.
         """
-        return self._steps.rounds.part
+        return self._steps.rounds.seat.part
 
     @property
     def first(self) -> bool:
@@ -646,16 +646,16 @@ class Worker:
         Methods that exchange models need it only for more than 128 micro-batches.
         """
         self._steps.accumulate()
-        rounds = self._steps.rounds
-        before, rounds.muted = rounds.muted, lambda: True
+        backward = self._steps.rounds.backward
+        before, backward.muted = backward.muted, lambda: True
         try:
             yield
         finally:
-            rounds.muted = before
+            backward.muted = before
 
     def accumulate_while(self, adds_up: Callable[[], bool]) -> None:
         """Only add up gradients in each backward pass in which a function returns true, as inside of no_sync()."""
-        self._steps.rounds.muted = adds_up
+        self._steps.rounds.backward.muted = adds_up
 
     @observed
     @contextmanager
@@ -678,7 +678,7 @@ class Worker:
         if self._membership.island.size == 1:
             self._steps.pause()
         elif self.is_head:
-            self._steps.rounds.grants.pause(self._steps.rounds.committed, alone=True)
+            self._steps.rounds.grants.pause(self._steps.rounds.last.committed, alone=True)
 
     @observed
     def mean(self, numbers: Mapping[str, Tensor | float]) -> dict[str, float]:
@@ -853,7 +853,7 @@ class Worker:
             self._membership.close()
             return
         try:
-            done, committed = self._steps.rounds.grants.done, self._steps.rounds.committed
+            done, committed = self._steps.rounds.grants.done, self._steps.rounds.last.committed
             message = Leave(*self._membership.who, done, failed, why, committed)
             self._channel.ask(message, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S)
         except (ExchangeError, JoinError, ServerLostError) as error:

@@ -334,13 +334,13 @@ def _exchanges_gradients(worker: WrappedWorker) -> bool:
 
 def _guard(output: Any, rounds: Rounds, worker: str, model: str) -> None:
     """Raise a LsgdError in a backward pass that reaches what a model returned before a round changed its weights."""
-    made = rounds.committed
+    made = rounds.last.committed
 
     def check(_: Tensor) -> None:
-        if rounds.committed > made:
+        if rounds.last.committed > made:
             raise LsgdError(
                 f"{worker}: this backward pass needs a forward pass of {model} that was made before round "
-                f"{rounds.committed}, which has changed its weights since: a round comes when all optimizers have "
+                f"{rounds.last.committed}, which has changed its weights since: a round comes when all optimizers have "
                 f"stepped, so make the forward passes of the next turn after the last of these steps, not between them"
             )
 

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -26,7 +26,7 @@ from lsgd.client.groups.base import Members
 from lsgd.client.groups.mirror import HeadGroup, Mirror
 from lsgd.client.iteration.following import Following
 from lsgd.client.iteration.post import Post
-from lsgd.client.iteration.replica import Replica
+from lsgd.client.iteration.replica import Look, Replica
 from lsgd.client.iteration.rounds import Rounds
 from lsgd.client.iteration.step import Step
 from lsgd.collectives.group import Transfer
@@ -287,9 +287,9 @@ def order(id: int, number: int = 1) -> Round:
     return Round(id, generation(2, number=number), "global", 0, (0,), id - 1, (), 0, False)
 
 
-def run(members: list[list[Member]], order: Round) -> list[object]:
-    everyone = [member for worker in members for member in worker]
-    return together(lambda index: everyone[index].rounds.carry_out(order), range(4))
+def run(members: list[list[Member]], order: Round, looks: Sequence[Sequence[Look]] = ((), ())) -> list[object]:
+    everyone = [(member, looked) for worker, looked in zip(members, looks, strict=True) for member in worker]
+    return together(lambda index: everyone[index][0].rounds.carry_out(order, looks=everyone[index][1]), range(4))
 
 
 LOCAL = LocalSettings(period=4, compression="none", rescale=False)
@@ -311,7 +311,7 @@ def test_a_round_that_fails_in_one_process_changes_nothing_in_its_island(tmp_pat
         results = run(members, order(1))
         assert isinstance(results[0], ElsewhereError) and isinstance(results[1], ExchangeError)
         assert [member.state for member in members[0]] == before
-        assert [member.rounds.dropped for member in members[0]] == [1, 1]
+        assert [member.rounds.last.dropped for member in members[0]] == [1, 1]
         monkeypatch.undo()
         assert run(members, order(2, number=2)) == [None] * 4
         (a, b), (c, d) = members
@@ -355,10 +355,8 @@ def test_replicas_that_differ_get_the_model_of_the_head(tmp_path, reported, capl
         for worker in members:
             with torch.no_grad():
                 worker[1].model[0].weight[0, 0] *= 1.0 + 1e-6
-            looks = [member.replica.look(compares=True) for member in worker]
-            for member in worker:
-                member.rounds._looks = looks if reported else []
-        assert run(members, order(1)) == [None] * 4
+        looks = [[member.replica.look(compares=True) for member in worker] for worker in members]
+        assert run(members, order(1), looks if reported else [(), ()]) == [None] * 4
         assert len({tuple(member.state) for worker in members for member in worker}) == 1
         # They compare, if they have not reported, say how far they are apart, look at the model, and commit.
         assert [member.rounds._island._calls for worker in members for member in worker] == [4 - reported] * 4

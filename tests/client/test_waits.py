@@ -189,7 +189,7 @@ def test_a_step_without_a_round_looks_at_no_tensor(monkeypatch, tmp_path) -> Non
         monkeypatch.setattr(window, "_copiers", lambda device: AtTheEnd())
         assert worker.begin_step()
         while steps < 40:
-            before = rounds.committed
+            before = rounds.last.committed
             loss = model(x).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -198,7 +198,7 @@ def test_a_step_without_a_round_looks_at_no_tensor(monkeypatch, tmp_path) -> Non
                 assert worker.end_step()
                 assert worker.begin_step()
             optimizer.step()
-            if rounds.committed == before:
+            if rounds.last.committed == before:
                 assert looks.found == []
                 steps += 1
         assert len(window._pending) >= 40

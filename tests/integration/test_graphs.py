@@ -84,7 +84,7 @@ def test_a_gan_whose_container_nobody_calls(cluster, turn, critics) -> None:
         for _ in range(TURNS):
             turn(gan, critics)
         assert worker.finish()
-        return gan.changed, worker.iterations, worker._steps.rounds.committed, gan.both.state_dict()
+        return gan.changed, worker.iterations, worker._steps.rounds.last.committed, gan.both.state_dict()
 
     (*one, first), (*two, second) = in_threads(cluster, train)
     assert one[0] == two[0] == 0, "weights changed under a live graph"
@@ -328,6 +328,6 @@ def test_a_step_of_several_passes_is_one_iteration_and_learns_what_it_learns_alo
     for _ in range(TURNS):
         next(plain), next(run)
     (worker,) = workers
-    assert worker.finish() and worker.iterations == TURNS and worker._steps.rounds.committed > 3
+    assert worker.finish() and worker.iterations == TURNS and worker._steps.rounds.last.committed > 3
     for one, other in zip(alone.parameters(), inside.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)

@@ -306,7 +306,8 @@ def test_an_unsharded_loader_warns_once(here, caplog, monkeypatch) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with caplog.at_level(logging.WARNING, logger="lsgd"), Worker.join(model, optimizer) as worker:
-        worker._steps.rounds.world_size = 2
+        rounds = worker._steps.rounds
+        rounds.seat = rounds.seat._replace(world_size=2)
         loader = DataLoader(dataset(), batch_size=LENGTH // 2, sampler=RandomSampler(range(LENGTH)))
         train(worker, model, plain(optimizer), turns=6, loader=loader)
     assert [m for m in caplog.messages if "is not sharded" in m] == [caplog.messages[0]]

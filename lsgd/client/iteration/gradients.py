@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lsgd.algorithms.base import Commit
+from lsgd.algorithms.base import Algorithm, Commit
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.iteration.round import ActiveRound, State
 from lsgd.collectives.background import Background
@@ -232,6 +232,52 @@ class GradientExchange:
                 local(self._view(index)).zero_()
             else:
                 self._settle(index, slot.parameter, slot.name)
+
+
+class BackwardPasses:
+    """What a worker's backward passes exchange: their gradients, if its algorithm does.
+
+    Args:
+        complete: as of :class:`GradientExchange`.
+
+    Attributes:
+        exchange: of gradients; None if the algorithm exchanges models.
+        muted: whether the pass under way only adds up gradients.
+    """
+
+    def __init__(self, flat: FlatParameters, ddp: DistributedDataParallel | None, complete: Callable[[], None]) -> None:
+        self.exchange: GradientExchange | None = None
+        self.muted: Callable[[], bool] = bool  # no pass does
+        self._flat, self._ddp, self._complete = flat, ddp, complete
+        self._served: Algorithm | None = None
+
+    def serve(self, algorithm: Algorithm) -> None:
+        """Let passes exchange gradients if the algorithm does, as long as the model has the parameters of now."""
+        if self._served is algorithm and (self.exchange is None or self.exchange.hooked):
+            return
+        self.close()
+        self._served, self.exchange = algorithm, None
+        if isinstance(algorithm, GradientAlgorithm):
+            self.exchange = GradientExchange(self._flat, algorithm, self._complete, self._ddp, lambda: self.muted())
+
+    def arm(self, active: ActiveRound | None, algorithm: Algorithm) -> None:
+        """Let passes exchange gradients in this round; None: between two steps they exchange nothing."""
+        if self.exchange is not None and active is not None:
+            self._flat.find()  # the script may have replaced parameters between two steps
+            self.serve(algorithm)
+        if self.exchange is not None:
+            self.exchange.arm(active)
+
+    def forget(self) -> None:
+        """Forget the exchange under way, and exchange nothing until the next round."""
+        if self.exchange is not None:
+            self.exchange.arm(None)
+            self.exchange.forget()
+
+    def close(self) -> None:
+        """Remove the hooks from the backward pass."""
+        if self.exchange is not None:
+            self.exchange.close()
 
 
 def _after_accumulation(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:

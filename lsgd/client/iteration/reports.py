@@ -1,5 +1,6 @@
 """What a worker reports: its losses, the user's own numbers, and its time by use."""
 
+import logging
 import math
 import re
 import time
@@ -19,6 +20,8 @@ from lsgd.errors import ConfigError
 from lsgd.observer import observer
 from lsgd.probe import probe_loss
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME
+
+logger = logging.getLogger("lsgd")
 
 MAX_PENDING = 64
 """Most losses on their way from the GPU. Beyond that, the GPU is far behind, and the oldest is waited for."""
@@ -270,6 +273,7 @@ class ElectionInput:
         self._evaluate: Callable[[], Tensor | float] | None = None
         self._probed: float | None = None
         self._probed_at = (-1, 0)  # the last round then, and the iterations made
+        self._warned = False
 
     def register(self, evaluate: Callable[[], Tensor | float]) -> None:
         """Register a probe, instead of an earlier one."""
@@ -297,6 +301,12 @@ class ElectionInput:
                 self._probed = probe_loss(self._replica.model, self._evaluate)
             self._probed_at = (committed, done)
         return self._probed
+
+    def warn(self, *, elects: bool) -> None:
+        """Warn once if its losses are not finite or, where leaders are elected, cannot be used for that."""
+        if not self._warned and (trouble := self.trouble(elects=elects)):
+            self._warned = True
+            logger.warning("%s %s", self._name, trouble)
 
     def trouble(self, *, elects: bool) -> str:
         """Return what is wrong with its losses, and where leaders are elected why it does not lead; empty: nothing."""

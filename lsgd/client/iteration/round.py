@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,9 @@ from lsgd.client.groups.base import Traffic, WorkerGroup
 from lsgd.client.groups.form import form
 from lsgd.client.groups.mirror import mirrored
 from lsgd.client.groups.reach import probe
+from lsgd.client.iteration.replica import Look, Replica
 from lsgd.errors import ExchangeError, LsgdError
-from lsgd.protocol.messages import Generation, Round
+from lsgd.protocol.messages import Generation, Round, Welcome
 
 logger = logging.getLogger("lsgd")
 
@@ -52,6 +54,7 @@ class ActiveRound:
     Attributes:
         snapshot: state to save when the round is committed.
         redo: whether it exchanges the gradients of a backward pass that has ended.
+        looks: of an island's processes at the model, ahead of the round; empty: they have not looked.
         group: members, once it is formed.
         fresh: whether the group is new.
         finite_model: whether the model that entered it is finite in all processes; None: nobody has looked.
@@ -67,6 +70,7 @@ class ActiveRound:
     snapshot: Snapshot | None = None
     state: State = State.ORDERED
     redo: bool = False
+    looks: Sequence[Look] = ()
     group: WorkerGroup | None = None
     fresh: bool = False
     finite_model: Tensor | None = None
@@ -76,6 +80,11 @@ class ActiveRound:
     lacking: bool = False
     missing: list[set[int]] = field(default_factory=list)
     launched: int = 0
+
+    def looked_finite(self) -> bool | None:
+        """Return whether the model is finite in all processes that have looked; None: nobody need know."""
+        first, finite = self.looks[0], [look.finite for look in self.looks]
+        return first.finite if first.prints or None in finite else all(finite)  # now all have the first one's model
 
     def enter(self, unknown: float, broken: float, lacking: float) -> None:
         """Note what the worker's processes have found in the model that enters.
@@ -108,6 +117,93 @@ class ActiveRound:
     def pending(self) -> bool:
         """Whether the backward pass has yet to complete it."""
         return self.state in (State.WAITING, State.EXCHANGING)
+
+
+class Seat(NamedTuple):
+    """A worker's seat among the members of a generation.
+
+    Attributes:
+        rank: of this worker.
+        world_size: how many members there are.
+        part: this worker's part of the data, and how many there are; those who only pause keep theirs.
+    """
+
+    rank: int
+    world_size: int
+    part: tuple[int, int]
+
+    @classmethod
+    def expected(cls, welcome: Welcome) -> Seat:
+        """Return the seat that the servers expect a worker to have."""
+        return cls(welcome.rank, welcome.world_size, (welcome.rank, welcome.world_size))
+
+    @classmethod
+    def of(cls, worker: str, generation: Generation) -> Seat:
+        """Return the seat of a member with this name."""
+        rank = generation.members.index(worker)
+        return cls(rank, len(generation.members), generation.part_of(rank))
+
+
+@dataclass(eq=False)
+class LastRounds:
+    """The last rounds of a worker.
+
+    Attributes:
+        committed, dropped: numbers of the last committed and the last dropped one; 0: none.
+        count: of the run's iterations, as of the last committed global one.
+        done: this worker's iterations, as of that.
+    """
+
+    committed: int = 0
+    dropped: int = 0
+    count: int = 0
+    done: int = 0
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The numbers of the last committed and the last dropped one."""
+        return self.committed, self.dropped
+
+    def commit(self, order: Round, done: int) -> None:
+        """Note that a round is committed, after ``done`` iterations of this worker."""
+        self.committed = order.id
+        if order.scope == "global":
+            self.count, self.done = order.count, done
+
+
+class Landing:
+    """What a round exchanges: it lands in the round, or in a later step if the algorithm has a delay."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._later: ActiveRound | None = None  # the last round, if what it exchanges lands later
+        self._seconds = 0.0  # that the last one took, until the servers hear it
+
+    def of(self, active: ActiveRound, commit: Commit | None) -> Commit:
+        """Return what a round commits of its exchange; None: that lands later."""
+        self._later = active if commit is None else None
+        return Commit() if commit is None else self._timed(commit, active.order)
+
+    def late(self, commit: Commit) -> Commit:
+        """Return the commit of a transfer that has arrived, from an earlier round."""
+        later, self._later = self._later, None
+        known = later is not None and not later.order.new  # with newcomers there may be nothing to exchange
+        return self._timed(commit, later.order) if later is not None and known else commit
+
+    def take_s(self) -> float:
+        """Return how many seconds the last one took, once; 0: there is none since."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _timed(self, commit: Commit, order: Round) -> Commit:
+        """Return a commit that also notes how long its transfer took."""
+
+        def change(*sums: float) -> None:
+            commit.change(*sums)
+            if order.scope == "global":
+                self._seconds = self._replica.algorithm.transfer_s
+
+        return Commit(change, commit.judged)
 
 
 @dataclass(eq=False)

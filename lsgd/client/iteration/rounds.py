@@ -8,19 +8,18 @@ from typing import TypeAlias
 
 import torch
 
-from lsgd.algorithms import Algorithm
 from lsgd.algorithms.base import Commit
-from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Snapshot
 from lsgd.client.control.channel import Totals
 from lsgd.client.control.closing import on_error
+from lsgd.client.control.island import Island
 from lsgd.client.control.joining import Membership
 from lsgd.client.iteration.download import Download, Has
-from lsgd.client.iteration.gradients import GradientExchange
+from lsgd.client.iteration.gradients import BackwardPasses
 from lsgd.client.iteration.grants import GrantClient
 from lsgd.client.iteration.replica import Look, Replica
 from lsgd.client.iteration.reports import ElectionInput, Logged, Stopwatch, Timings
-from lsgd.client.iteration.round import ActiveRound, Groups, State
+from lsgd.client.iteration.round import ActiveRound, Groups, Landing, LastRounds, Seat, State
 from lsgd.client.iteration.step import Event, Step
 from lsgd.errors import (
     BrokenLinksError,
@@ -49,13 +48,10 @@ class Rounds:
 
     Attributes:
         active: last ordered round; None before the first.
-        committed: number of the last committed round; 0: none.
-        dropped: number of the last dropped round; 0: none.
-        rank: rank in the generation of the last round; before the first, the expected one.
-        world_size: members of that generation.
-        part: this worker's part of the data, and how many there are; those who only pause keep theirs.
-        gradients: exchange in the backward pass; None if the algorithm exchanges models.
-        muted: whether the backward pass under way only adds up gradients.
+        last: the last rounds that were committed and dropped.
+        seat: this worker's among the members of the last round; before the first, the expected one.
+        backward: what backward passes exchange.
+        landing: of what a round exchanges, in the round or later.
     """
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints, step: Step) -> None:
@@ -65,24 +61,22 @@ class Rounds:
         self.grants = GrantClient(membership, self.election, self.stopwatch)
         self.groups, self.download = Groups(membership), Download(replica)
         self.active: ActiveRound | None = None
-        self.committed = self.dropped = 0
-        self.rank = membership.welcome.rank
-        self.world_size = membership.welcome.world_size
-        self.part = (self.rank, self.world_size)
-        self.gradients: GradientExchange | None = None
-        self.muted: Callable[[], bool] = bool  # no pass does
-        self._who, self._island, self._channel = membership.who, membership.island, membership.channel
+        self.last, self.landing = LastRounds(), Landing(replica)
+        self.seat = Seat.expected(membership.welcome)
+        self.backward = BackwardPasses(replica.flat, replica.ddp, self._complete_gradients)
+        self._membership = membership
         self._replica, self._checkpoints, self._step = replica, checkpoints, step
-        self._looks: Sequence[Look] = ()  # of an island's processes at the model, ahead of the round
-        self._later: ActiveRound | None = None  # the last round, if what it exchanges lands later
-        self._transfer_s = 0.0  # that the last transfer took, until the servers hear it
-        self.count = 0  # of the run's iterations, as of the last global round
-        self._exchanged_at = 0  # this worker's iterations, as of that
-        self._served: Algorithm | None = None  # the one that ``gradients`` serves
-        self._warned = False  # about its losses
         traffic = self.groups.traffic
         self._island.passed = lambda: (traffic.sent_nbytes, traffic.received_nbytes)
-        self._channel.signs.totals = self._totals
+        membership.channel.signs.totals = self._totals
+
+    @property
+    def _who(self) -> tuple[str, int]:
+        return self._membership.who
+
+    @property
+    def _island(self) -> Island:
+        return self._membership.island
 
     @property
     def pending(self) -> bool:
@@ -127,19 +121,19 @@ class Rounds:
     def _follow(self, *, redo: bool = False) -> Go | Stop | Met | None:
         """Do as :meth:`follow` does, and return the answer; None: an iteration was granted ahead."""
         while True:
-            rounds, lockstep = (self.committed, self.dropped), self._replica.lockstep
-            compares = self._island.replicas and (not lockstep or self.committed % ALIGN_EVERY == 0)
+            lockstep = self._replica.lockstep
+            compares = self._island.replicas and (not lockstep or self.last.committed % ALIGN_EVERY == 0)
             look = partial(self._replica.look, compares=compares) if self._island.size > 1 else None
-            decision = self.grants.next(rounds, lockstep=lockstep, look=look, again=redo)
-            answer, self._looks = decision.answer, decision.looks
+            decision = self.grants.next(self.last.numbers, lockstep=lockstep, look=look, again=redo)
+            answer = decision.answer
             if answer is None or isinstance(answer, Met):
                 return answer
             order = answer.round
             if order is not None:
-                if order.id <= self.dropped:
+                if order.id <= self.last.dropped:
                     continue
                 try:
-                    self.carry_out(order, redo=redo)
+                    self.carry_out(order, redo=redo, looks=decision.looks)
                 except ExchangeError as error:
                     # The servers count failed rounds, and end the run if too many fail.
                     logger.warning("round %d failed, the model is as before: %s; asking again", order.id, error)
@@ -155,7 +149,7 @@ class Rounds:
     def ask_ahead(self) -> None:
         """If few iterations are left, ask for more without waiting; in lockstep, each waits for its round."""
         if not self._replica.lockstep:
-            self.grants.ask_ahead((self.committed, self.dropped))
+            self.grants.ask_ahead(self.last.numbers)
 
     def finish(self, within_s: float | None) -> None:
         """Carry out rounds without iterations until the others have what this worker has learned, or to the run's last.
@@ -167,12 +161,12 @@ class Rounds:
         """
         heard, ends, waits = set[int](), False, within_s is not None
         while not ends:
-            schedule, before = self._replica.algorithm.settings.schedule(), self.committed
+            schedule, before = self._replica.algorithm.settings.schedule(), self.last.committed
             is_known = schedule.identical or len(heard) >= schedule.parts
             self.grants.ask_for(wants.End() if waits and is_known else wants.Round(), within_s=within_s)
             continues = self.follow()
             self.before_step()  # some algorithms exchange here
-            if self.active is not None and self.active.order.scope == "global" and self.committed > before:
+            if self.active is not None and self.active.order.scope == "global" and self.last.committed > before:
                 heard.add(self.active.order.exchanges % schedule.parts)
             ends = not continues or (len(heard) >= schedule.parts and not waits)
         if not self.has_consensus:
@@ -180,7 +174,7 @@ class Rounds:
             logger.info(
                 "%s leaves after %d iterations: the run continues without it, and its model is not the consensus, but "
                 "that of round %d",
-                *(self._who[0], self.grants.done, self.committed),
+                *(self._who[0], self.grants.done, self.last.committed),
             )
 
     def meet(self, numbers: dict[str, float], *, aside: bool) -> Met | None:
@@ -199,8 +193,8 @@ class Rounds:
                 self.before_step()
 
     @torch.no_grad()
-    def carry_out(self, order: Round, *, redo: bool = False) -> None:
-        """Carry out a round; if the backward pass completes it, up to there.
+    def carry_out(self, order: Round, *, redo: bool = False, looks: Sequence[Look] = ()) -> None:
+        """Carry out a round; if the backward pass completes it, up to there. ``redo``, ``looks``: :class:`ActiveRound`.
 
         Raises:
             ExchangeError: it failed and was dropped; the model is as before.
@@ -208,7 +202,7 @@ class Rounds:
         order, before = self.groups.whole(order), self.active
         again = redo and before is not None and before.order.count == order.count
         snapshot = before.snapshot if again and before is not None else None  # there is none in the middle of a step
-        self.active = ActiveRound(order, snapshot, redo=redo)
+        self.active = ActiveRound(order, snapshot, redo=redo, looks=looks)
         self._run(self.active, PHASES)
 
     def _run(self, active: ActiveRound, phases: Iterable["Phase"]) -> None:
@@ -248,7 +242,7 @@ class Rounds:
         """Land what the last round has exchanged, and give an island's replicas one model, if they may differ."""
         if not active.fresh:
             self._settle()
-        compared = [look for look in self._looks if look.prints]
+        compared = [look for look in active.looks if look.prints]
         anew = active.fresh or bool(active.order.new) or not self._replica.lockstep
         if self._island.replicas and (compared or anew):
             self._replica.align(self._island, active.members, compared, self._add_up)
@@ -271,9 +265,9 @@ class Rounds:
         if group.rank in order.new and group.rank != order.source:
             self._say_lost()
         active.to(State.ENTERED)
-        if anew or order.new or order.final or not self._looks:
+        if anew or order.new or order.final or not active.looks:
             return self._look(active)
-        if (finite := self._finite()) is not None:
+        if (finite := active.looked_finite()) is not None:
             active.finite_model = torch.tensor(finite, device="cpu")
         return None
 
@@ -300,21 +294,19 @@ class Rounds:
         commit = replica.exchange(active.members, order, active.finite_model)
         if replica.algorithm.spans_backward:
             return None
-        self._later = active if commit is None else None
-        return Commit() if commit is None else self._timed(commit, order)
+        return self.landing.of(active, commit)
 
     def _follow_order(self, active: ActiveRound) -> None:
         """Take the rank and the part of the data that this worker has among the members."""
-        self._serve(self._replica.algorithm)
-        generation = active.order.generation
-        self.rank, self.world_size = generation.members.index(self._who[0]), len(generation.members)
-        self.part = generation.part_of(self.rank)
-        self._check_losses()
+        self.backward.serve(self._replica.algorithm)
+        self.seat = Seat.of(self._who[0], active.order.generation)
+        if self.grants.done:
+            self.election.warn(elects=self.seat.world_size > 1 and self._replica.elects)
 
     def _exchange_again(self, active: ActiveRound) -> Commit | None:
         """Exchange the gradients of a backward pass that has ended, and whose round was dropped."""
-        again = active.redo and not active.order.final and self.gradients is not None
-        return self.gradients.again(active) if again and self.gradients is not None else None
+        again = active.redo and not active.order.final
+        return exchange.again(active) if again and (exchange := self.backward.exchange) is not None else None
 
     def _report(self, active: ActiveRound) -> None:
         """Complete a round whose exchange is committed, or let the backward pass do so."""
@@ -328,13 +320,13 @@ class Rounds:
 
     def _say_lost(self) -> None:
         """Say what a worker that has missed rounds loses, unless the algorithm has a common model to add it to."""
-        settings, lost = self._replica.algorithm.settings, self.grants.done - self._exchanged_at
+        settings, lost = self._replica.algorithm.settings, self.grants.done - self.last.done
         schedule = settings.schedule()
-        if self.committed and lost and not (schedule.identical or schedule.common):
+        if self.last.committed and lost and not (schedule.identical or schedule.common):
             logger.info(
                 "%s has missed a round, and comes back with another worker's model: %s has no place for the %d "
                 "iterations that it has made since round %d, so they are lost, and do not count",
-                *(self._who[0], settings.name, lost, self.committed),
+                *(self._who[0], settings.name, lost, self.last.committed),
             )
 
     def _land_before_leaving(self) -> None:
@@ -352,11 +344,6 @@ class Rounds:
             self._replica.algorithm.drop_pending()
             raise
 
-    def _finite(self) -> bool | None:
-        """Return whether the model is finite in all processes, as they have reported; None: nobody need know."""
-        first, finite = self._looks[0], [look.finite for look in self._looks]
-        return first.finite if first.prints or None in finite else all(finite)  # now all have the first one's model
-
     def _look(self, active: ActiveRound) -> Commit | None:
         """Look whether the model that enters the round is finite; only the processes of an island wait for that."""
         whole = self._island.size == 1
@@ -367,31 +354,9 @@ class Rounds:
         broken = False if finite is None else ~finite
         return Commit(active.enter, (finite is None, broken, self.download.has is Has.PARTS))
 
-    def _timed(self, commit: Commit, order: Round) -> Commit:
-        """Return a commit that also notes how long its transfer took."""
-
-        def change(*sums: float) -> None:
-            commit.change(*sums)
-            if order.scope == "global":
-                self._transfer_s = self._replica.algorithm.transfer_s
-
-        return Commit(change, commit.judged)
-
-    def _check_losses(self) -> None:
-        """Warn once if this worker's losses are not finite or, where leaders are elected, cannot be used for that."""
-        if self._warned or not self.grants.done:
-            return
-        if trouble := self.election.trouble(elects=self.world_size > 1 and self._replica.elects):
-            self._warned = True
-            logger.warning("%s %s", self._who[0], trouble)
-
     def arm(self, *, begun: bool) -> None:
         """Let backward passes exchange gradients inside a step, but not between two steps."""
-        if self.gradients is not None and begun:  # the script may have replaced parameters between two steps
-            self._replica.flat.find()
-            self._serve(self._replica.algorithm)
-        if self.gradients is not None:
-            self.gradients.arm(self.active if begun else None)
+        self.backward.arm(self.active if begun else None, self._replica.algorithm)
 
     def before_step(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Before an optimizer's step, complete the round, or skip the step if the exchanged values are non-finite.
@@ -411,7 +376,7 @@ class Rounds:
             self._replica.drop_gradients(optimizer)
         if not active.pending:
             return
-        if self.gradients is not None:
+        if self.backward.exchange is not None:
             raise LsgdError(
                 f"{self._who[0]}: optimizer.step() before the gradients were exchanged: no backward pass ran in this "
                 f"iteration, or all ran inside worker.no_sync(), or the model's parameters were replaced in it"
@@ -427,8 +392,8 @@ class Rounds:
 
     def _await_gradients(self, active: ActiveRound) -> Commit:
         """Wait for the exchange of gradients."""
-        assert self.gradients is not None
-        return self.gradients.wait(active)
+        assert self.backward.exchange is not None
+        return self.backward.exchange.wait(active)
 
     def after_step(self) -> None:
         """Call the algorithm's ``after_step``, and land the transfer that may have arrived."""
@@ -440,11 +405,8 @@ class Rounds:
 
     def _land(self, commit: Commit | None) -> None:
         """Commit a transfer that began in an earlier round, if one has arrived."""
-        if commit is None:
-            return
-        later, self._later = self._later, None
-        known = later is not None and not later.order.new  # with newcomers there may be nothing to exchange
-        self._agree(self._timed(commit, later.order) if later is not None and known else commit)
+        if commit is not None:
+            self._agree(self.landing.late(commit))
 
     def _agree(self, outcome: Commit | ExchangeError) -> list[float]:
         """Vote on this process's part of an exchange; if it has succeeded in all processes of the worker, commit it.
@@ -470,17 +432,15 @@ class Rounds:
         """
         assert self.active is not None
         self.active.to(State.DROPPED)
-        self.arm(begun=False)
-        if self.gradients is not None:
-            self.gradients.forget()
-        self.dropped = self.active.order.id
+        self.backward.forget()
+        self.last.dropped = self.active.order.id
         self._say_missed(self.active.order)
-        self._channel.send(Failed(*self._who, self.active.order.id, reason, broken))
+        self._membership.channel.send(Failed(*self._who, self.active.order.id, reason, broken))
         self.groups.leave(cut=True)
 
     def drop_torn(self) -> None:
         """Drop the round of a backward pass that an error has ended in the middle, which the script has handled."""
-        if self.gradients is not None and self.active is not None and self.active.state is State.EXCHANGING:
+        if self.backward.exchange is not None and self.active is not None and self.active.state is State.EXCHANGING:
             self.drop("its backward pass ended with an error")
 
     def _complete(self, active: ActiveRound) -> None:
@@ -488,9 +448,8 @@ class Rounds:
         active.buffers.apply()
         active.to(State.COMMITTED)
         order = active.order
-        self.committed, self.grants.lacking = order.id, active.lacking
-        if order.scope == "global":
-            self.count, self._exchanged_at = order.count, self.grants.done
+        self.grants.lacking = active.lacking
+        self.last.commit(order, self.grants.done)
         self.download.proceed()  # newcomers wait for what this member sends, not for its disk
         if order.checkpoint and not active.lacking:
             self._checkpoints.save(active.snapshot)
@@ -499,16 +458,15 @@ class Rounds:
         self._say_missed(order)
         transfer_s = 0.0
         if order.scope == "global":
-            transfer_s, self._transfer_s = self._transfer_s, 0.0
-            algorithm = self._replica.algorithm
-            by_layer = algorithm.agreements.items() if self.rank == 0 else ()  # they are equal on all members
+            transfer_s, algorithm = self.landing.take_s(), self._replica.algorithm
+            by_layer = algorithm.agreements.items() if self.seat.rank == 0 else ()  # they are equal on all members
             self.logged.note({AGREEMENT: algorithm.agreement, **{f"{AGREEMENT}/{name}": x for name, x in by_layer}})
-        self._channel.send(Completed(*self._who, order.id, sent_nbytes, active.lacking, transfer_s))
+        self._membership.channel.send(Completed(*self._who, order.id, sent_nbytes, active.lacking, transfer_s))
 
     def _say_missed(self, order: Round) -> None:
         """Tell the servers which nodes cannot dial each other, if this round has found that out."""
         if self.groups.missed is not None:
-            self._channel.send(Probed(*self._who, order.id, self.groups.missed))
+            self._membership.channel.send(Probed(*self._who, order.id, self.groups.missed))
             self.groups.missed = None
 
     def _complete_gradients(self) -> None:
@@ -525,21 +483,6 @@ class Rounds:
                     assert self.active is not None
                     self.active.skipped = True
                     self._step.advance(Event.STOP)
-
-    def _serve(self, algorithm: Algorithm) -> None:
-        """Let backward passes exchange gradients if the algorithm does."""
-        if self._served is algorithm and (self.gradients is None or self.gradients.hooked):
-            return
-        self.close()
-        self._served, self.gradients = algorithm, None
-        if isinstance(algorithm, GradientAlgorithm):
-            flat, ddp = self._replica.flat, self._replica.ddp
-            self.gradients = GradientExchange(flat, algorithm, self._complete_gradients, ddp, lambda: self.muted())
-
-    def close(self) -> None:
-        """Remove the hooks from the backward pass."""
-        if self.gradients is not None:
-            self.gradients.close()
 
     # -- the worker's state ------------------------------------------------------------------------------------
 
@@ -564,11 +507,11 @@ class Rounds:
             return "its state is not saved: no folder was given"
         if self.download.has is Has.PARTS:
             return "its state is not saved, because it lacks parts of the run's model"
-        if not self.count:
+        if not self.last.count:
             last = self._checkpoints.last()
             instead = f"resume from {last} with lsgd launch --resume" if last else "begin a new run"
             return f"its state is not saved, because no global round came after an iteration: {instead}"
-        path = self._checkpoints.save(self._take(self.count))
+        path = self._checkpoints.save(self._take(self.last.count))
         if not self._checkpoints.writes:
             return "the head of its island saves its state"
         if path is None:

@@ -92,7 +92,7 @@ class Steps:
     def close_step(self) -> None:
         """End the step, if one has begun, without asking for another."""
         if self.step.state is StepState.BEGUN:
-            self._idle = 0 if self.rounds.muted() else self._idle + 1
+            self._idle = 0 if self.rounds.backward.muted() else self._idle + 1
         self._count()
         if self.step.state in (StepState.BEGUN, StepState.GIVEN_BACK):
             self.step.advance(Event.CLOSE)
@@ -116,7 +116,7 @@ class Steps:
         """Give an unused iteration back, and let rounds continue without this worker until it asks again."""
         self._take("paused in the middle of an iteration")
         if not self.step.is_over:
-            self._grants.pause(self.rounds.committed)
+            self._grants.pause(self.rounds.last.committed)
 
     def _take(self, why: str) -> bool:
         """Take the rest of a step away from it, and drop its round; return whether there was something to take."""
@@ -161,7 +161,7 @@ class Steps:
             if (idle := self.idle_error()) is not None:
                 raise idle
             self._act()
-            if self.rounds.pending and self.rounds.gradients is None:
+            if self.rounds.pending and self.rounds.backward.exchange is None:
                 with self._replica.copies.trained():
                     self.rounds.before_step()  # models are exchanged even without a backward pass
             elif self.rounds.pending:
@@ -169,7 +169,7 @@ class Steps:
             with self._asking():
                 self.rounds.finish(within_s)
                 self.step.advance(Event.STOP)
-            if self.rounds.has_consensus and not self.rounds.count:
+            if self.rounds.has_consensus and not self.rounds.last.count:
                 raise self._not_trained("the run ends without an iteration of any worker")
         return self.rounds.has_consensus
 
@@ -234,7 +234,7 @@ class Steps:
         finally:
             for hook in self._hooks:
                 hook.remove()
-            self.rounds.close()
+            self.rounds.backward.close()
             self.step.advance(Event.LEAVE)
 
     def _others(self) -> list[str]:
@@ -252,7 +252,7 @@ class Steps:
                 self.schedulers.look(self._loop, LOOK_AFTER)
             if self._whole:
                 self._act(trained=trained)
-        elif self.step.state is StepState.BEGUN and self.rounds.gradients is not None and not self.rounds.pending:
+        elif self.step.state is StepState.BEGUN and self.rounds.backward.exchange and not self.rounds.pending:
             self.step.advance(Event.SKIP)  # its gradients were exchanged, so the next step needs a round
 
     def _act(self, *, trained: bool = True) -> None:
@@ -272,7 +272,7 @@ class Steps:
     @property
     def _loop(self) -> Loop:
         all_ = self._run.iterations
-        share = all_ / self.rounds.world_size if all_ else float("inf")
+        share = all_ / self.rounds.seat.world_size if all_ else float("inf")
         step = self._begins_at + self._grants.done
         return Loop(step, self._grants.steps, self._run.has_end, self._grants.middle, share)
 
@@ -318,10 +318,10 @@ class Steps:
             )
         if not self.step.is_over:
             self.schedulers.before_step(optimizer, self._loop)
-        if self.rounds.pending and self.rounds.gradients is None:
+        if self.rounds.pending and self.rounds.backward.exchange is None:
             self.check_graphs("in the first optimizer's step this algorithm replaces the model")
         closure = closure_in(args, kwargs)
-        if closure is None or self.rounds.gradients is None:
+        if closure is None or self.rounds.backward.exchange is None:
             self.rounds.before_step(optimizer)
             return None
         return with_closure(self._evaluated_once(optimizer, closure), args, kwargs)

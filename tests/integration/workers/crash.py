@@ -69,11 +69,11 @@ def digest() -> str:
 class NotingRounds(Rounds):
     """Notes of each round that failed its id and generation, and whether the model is what it was before."""
 
-    def carry_out(self, order: Round, *, redo: bool = False) -> None:
+    def carry_out(self, order: Round, **rest: Any) -> None:
         global current
         before, current = digest(), order.id
         try:
-            super().carry_out(order, redo=redo)
+            super().carry_out(order, **rest)
         except ExchangeError:
             failed.append((order.id, order.generation.number, digest() == before))
             raise

@@ -175,8 +175,8 @@ with Worker.join(whole, optimizer) as worker:
     with open(f"{path}.{process}.rounds", "a") as rounds:
         while not worker.stopped:
             for x, y in worker.batches(loader):
-                if worker._steps.rounds.committed > committed:
-                    committed = worker._steps.rounds.committed
+                if worker._steps.rounds.last.committed > committed:
+                    committed = worker._steps.rounds.last.committed
                     parts = worker._replica.algorithm.shared_state() if options.common else model.parameters()
                     held = b"".join(shards.local(p).detach().numpy().tobytes() for p in parts)
                     print(committed, hashlib.sha256(held).hexdigest()[:16], file=rounds, flush=True)

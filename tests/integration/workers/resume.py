@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,10 +47,10 @@ seen: list[list[float]] = []
 class MortalRounds(Rounds):
     """Dies when all have completed the round before, and know of this one."""
 
-    def carry_out(self, order: Round, *, redo: bool = False) -> None:
+    def carry_out(self, order: Round, **rest: Any) -> None:
         if order.id == options.die_in_round:
             os.kill(os.getpid(), signal.SIGKILL)
-        super().carry_out(order, redo=redo)
+        super().carry_out(order, **rest)
 
 
 lsgd.client.iteration.steps.Rounds = MortalRounds
