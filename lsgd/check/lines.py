@@ -3,32 +3,11 @@
 import functools
 import os
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import lsgd
-
-_OTHERS = tuple(
-    f"{os.path.realpath(folder)}{os.sep}"
-    for folder in {
-        str(Path(lsgd.__file__).parent),
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    }
-    if folder
-)
-"""Folders whose files are no part of the script: Python's, those of installed packages, and lsgd's."""
-
-
-@functools.cache
-def path_of(filename: str) -> str:
-    """Return the path of a file of the script; empty if it is another's."""
-    if filename.startswith("<"):
-        return ""
-    path = os.path.realpath(filename)
-    return "" if path.startswith(_OTHERS) or not path.endswith(".py") else path
+from lsgd.stacks import path_of
 
 
 def line_of(frame: FrameType) -> str:

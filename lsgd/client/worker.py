@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from traceback import walk_tb
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from lsgd import stacks
 from lsgd.algorithms.base import is_muon
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
@@ -846,7 +848,8 @@ class Worker:
             return
         if not failed:
             self._membership.ends_stage()
-        why = reason or ("the run is over" if self.stopped else LOOP_ENDED)
+        ending = self._steps.rounds.grants.ending
+        why = reason or (ending.reason if ending is not None else LOOP_ENDED)
         self._steps.close()
         self._steps.rounds.groups.leave(cut=failed)
         if not self.is_head:
@@ -889,7 +892,8 @@ class Worker:
 
     def fails(self, error: BaseException) -> None:
         """Leave the run because the script ends with an error; nothing does so after an orderly end."""
-        self._end(failed=True, reason=f"{type(error).__name__}: {error}")
+        calls = ((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
+        self._end(failed=True, reason=f"{type(error).__name__}: {error}{stacks.place_of(calls)}")
 
     def gives_way(self) -> None:
         """Leave a run that has ended, because the script joins again."""

@@ -101,6 +101,8 @@ def line(run: RunView) -> str:
     cells += [f"{now.participation:.0%} take part in rounds"] if now.participation not in (None, 1.0) else []
     away = [f"{worker.worker} ({worker.state})" for worker in here if worker.state not in TAKES_PART]
     cells += [f"away: {', '.join(away)}"] if away and now.state == "running" else []
+    if lost := [worker.worker for worker in here if worker.lost_its_loss]:
+        cells.append(f"no finite loss: {', '.join(lost)} (lower the learning rate, or look at the batches)")
     if not run.connected:
         cells.append("the global server does not answer")
     elif now.state != "running" or now.code.partition(".")[0] not in _UNREMARKABLE:
@@ -158,7 +160,8 @@ def _worker(run: RunView, worker: WorkerView, width: int) -> Text:
     last = run.rounds.last
     line = Text(f"{worker.worker:{width}}  ")
     line.append(f"{'trains' if trains else worker.state:9}", "green" if trains else "yellow")
-    loss = "-" if worker.loss is None else f"{worker.loss:.4g}"
+    unknown = "not finite" if worker.lost_its_loss else "-"
+    loss = unknown if worker.loss is None else f"{worker.loss:.4g}"
     line.append(f"  {worker.done:>8}  loss {loss:<9}")
     leads = last is not None and last.leader == worker.worker
     return line.append(f"  {worker.reason or ('leads' if leads else '')}")

@@ -30,9 +30,12 @@ _OF_ROUND = re.compile(r"lsgd: round \d+: ")
 _FAILURE = re.compile(
     r"(?:node\d+/worker\d+ (?:(?:leaves|left): failed: |is refused, |ends with exit code \d+: "
     r"|has left without an answer from the servers \()"
-    r"|ended: the run is over: )(.+?)(?: \(\d+ iterations\))?$"
+    r"|ended: the run is over: )(.+?)(?:, in line \d+ of [^/]+)?(?: \(\d+ iterations\))?$"
 )
 """What servers and workers say of a worker whose script has failed, or that was refused; and of a run that ended so."""
+
+_ECHO = re.compile(r"lsgd: generation \d+ is over: \S+ left: failed: ")
+"""What workers say of one whose script has failed: its own node says why, and so does the global server."""
 
 _ERROR = re.compile(r"(?:lsgd\.errors\.\w+: )?(.+)")
 """The last line of what Python says of a mistake."""
@@ -63,14 +66,15 @@ class Screen:
     Args:
         plain: whether to write as if there were no terminal; also with ``TERM=dumb``, and where ``CI`` is set.
         verbose: whether details are shown, which else are in the logs alone.
+        brief: whether of a traceback the error and the script's line are enough: node 0 shows all of it.
 
     Attributes:
         is_terminal: whether lines can be overwritten.
         has_colours: whether they can be colored too: not with ``NO_COLOR``.
     """
 
-    def __init__(self, *, plain: bool = False, verbose: bool = False) -> None:
-        self.verbose = verbose
+    def __init__(self, *, plain: bool = False, verbose: bool = False, brief: bool = False) -> None:
+        self.verbose, self.brief = verbose, brief
         plain = plain or os.environ.get("TERM") == "dumb" or bool(os.environ.get("CI"))
         self.is_terminal = sys.stdout.isatty() and not plain
         self.has_colours = self.is_terminal and not os.environ.get("NO_COLOR")
@@ -103,7 +107,7 @@ class Screen:
     def is_known(self, text: str) -> bool:
         """Whether a line says of a worker how it failed, and this has just been said of another one, or by itself."""
         found = _FAILURE.search(text)
-        return found is not None and self._has_failed(found[1])
+        return _ECHO.match(text) is not None or (found is not None and self._has_failed(found[1]))
 
     def _has_failed(self, why: str) -> bool:
         """Whether it has just been said why a worker failed; it is, from now on. Python's own words may be longer."""

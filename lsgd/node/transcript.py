@@ -17,6 +17,7 @@ from pathlib import Path
 from lsgd.node.screen import CONTROL, CONTROL_BUT_COLOUR, TRACEBACK, Screen
 from lsgd.output import DETAIL, append, stamped
 from lsgd.protocol.sockets import Wakeup
+from lsgd.stacks import place_of
 
 SAY_EVERY_S = 60.0
 """Shortest time between two reports that the same log fails."""
@@ -34,6 +35,7 @@ CLOSE_WITHIN_S = 60.0
 """How long the end waits for a slow disk to take what was printed."""
 
 _ENDS = re.compile(r"^lsgd: \S+ ends with exit code \d+: ")
+_CALL = re.compile(r'^  File "(.+)", line (\d+)', re.MULTILINE)
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _READ_NBYTES = 1 << 16
 _READS = 16  # at a time, so that a process that prints much does not starve the others
@@ -181,7 +183,8 @@ class Transcript:
         text, self._traceback = "\n".join(_without_own_frames(self._traceback)), []
         plain = CONTROL.sub("", text)
         self.mistake = plain.rpartition("\n")[2]
-        self._show(text, plain)
+        calls = ((file, int(line)) for file, line in _CALL.findall(plain))
+        self._show(f"{self.mistake}{place_of(calls)}" if self._screen.brief else text, plain)
 
     def _add(self, text: str) -> None:
         """Add to the unfinished line. What follows a carriage return replaces it."""

@@ -169,7 +169,7 @@ class Why(enum.Enum):
     TOO_LATE = "{worker} joins too late: the run is ending"
     IS_REFUSED = "{worker} is refused, {reason}"
     LEAVES = "{worker} leaves: {reason} ({done} iterations)"
-    LOSES = "{lost} of {worker} since its last global round no longer count: no model of the run will have them"
+    LOSES = "the count is without {lost} of {worker} since its last global round, which no model of the run will have"
     FINISHES = "{worker} has made {done} iterations, all of its own loop, and waits for the end of the run"
     PAUSES = "{worker} pauses until its next iteration"
     BACK = "{worker} is back, and has {model}"

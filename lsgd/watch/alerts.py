@@ -92,8 +92,7 @@ def _found(run: RunView, facts: Facts) -> Iterator[tuple[tuple[str, str], str]]:
         if worker.state not in TAKES_PART and worker.reason and run.now.state == "running":
             is_so = "has left" if worker.state == "left" else f"is {worker.state}"
             yield (f"worker.{worker.state}", worker.worker), f"{worker.worker} {is_so}: {worker.reason}"
-        had_one = any(total.loss is not None for total in worker.totals)
-        if had_one and worker.loss is None and worker.state in TAKES_PART:
+        if worker.lost_its_loss:
             yield ("loss.nan", worker.worker), f"the loss of {worker.worker} is no number any more"
     if (flat := _flat(run)) is not None:
         before, last = flat

@@ -29,7 +29,8 @@ from lsgd.watch.reader import Batch
 MAX_POINTS, MAX_ROUNDS, MAX_LINES, MAX_GAPS, MAX_TURNS = 512, 2048, 1000, 100, 3
 """How many points of a worker's curve, rounds, log lines, gaps of a worker, and turns of the run to keep."""
 
-RATE_OVER_S = 30.0
+RATE_OVER_S, PACE_OVER_S = 30.0, 600.0
+"""Over what time the rate is taken, and how much of the run's course is kept for the time that is left."""
 
 NAMES = tuple(each.name for each in fields(Summary))
 """What a report, an event and a view say of a run as a whole."""
@@ -107,6 +108,12 @@ class WorkerView:
     totals: Series[Totals] = field(default_factory=lambda: Series(MAX_POINTS))
     gaps: deque[Gap] = field(default_factory=lambda: deque(maxlen=MAX_GAPS))
     _before: tuple[float, float, float, int, int] = (0.0, 0.0, 0.0, 0, 0)  # totals of its earlier processes
+
+    @property
+    def lost_its_loss(self) -> bool:
+        """Whether it takes part, and its loss is no finite number any more."""
+        had_one = any(total.loss is not None for total in self.totals)
+        return had_one and self.loss is None and self.state in TAKES_PART
 
     def add(self, time: float, now: WorkerProgress) -> None:
         """Add a point to its curve; falling totals mean that a new process replaced the last."""
@@ -284,14 +291,19 @@ class RunView:
     @property
     def rate(self) -> float | None:
         """Iterations a second over the last :data:`RATE_OVER_S`; None until there are two points."""
-        return self._slope(1)
+        return self._slope(1, RATE_OVER_S)
 
     @property
     def left_s(self) -> float | None:
-        """Seconds left at the pace of the last :data:`RATE_OVER_S`; None: unknown."""
+        """Seconds left; None: unknown, or nothing has moved for :data:`RATE_OVER_S`.
+
+        The pace is that of the last half of the known time: the first steps are slow, and a round may take longer than
+        the time over which the rate is taken.
+        """
         if self.now.state == "over":
             return 0.0
-        pace = self._slope(2)
+        known_s = self._progress[-1][0] - self._progress[0][0] if self._progress else 0.0
+        pace = self._slope(2, RATE_OVER_S) and self._slope(2, max(RATE_OVER_S, known_s / 2))
         return (1 - self.now.progress) / pace if pace and pace > 0 else None
 
     @property
@@ -299,10 +311,11 @@ class RunView:
         """Iterations since the run began or was resumed, as its seconds and the bytes count from there."""
         return sum(worker.done for worker in self.workers.values())
 
-    def _slope(self, of: int) -> float | None:
+    def _slope(self, of: int, over_s: float) -> float | None:
         if len(self._progress) < 2:
             return None
-        first, last = self._progress[0], self._progress[-1]
+        *before, last = self._progress
+        first = next((point for point in before if last[0] - point[0] <= over_s), before[-1])
         return (last[of] - first[of]) / (last[0] - first[0])
 
     # -- a report ----------------------------------------------------------------------------------------------
@@ -369,13 +382,13 @@ class RunView:
                 self._agree(run.count, what.logged)
                 if run.seconds:
                     self.rounds.date(time - run.seconds)
-                began = self._progress and not any(self._progress[-1][1:])  # until then there was no pace
-                if self._progress and run.count < self._progress[-1][1]:  # it went back to a checkpoint
+                back = self._progress and run.count < self._progress[-1][1]  # to a checkpoint
+                if back or run.state == "waiting":
                     self._progress.clear()
-                elif began:
+                elif self._progress and not any(self._progress[-1][1:]):  # until then there was no pace
                     self._progress = deque([self._progress[-1]])
                 self._progress.append((time, run.count, run.progress))
-                while len(self._progress) > 2 and time - self._progress[0][0] > RATE_OVER_S:
+                while len(self._progress) > 2 and time - self._progress[0][0] > PACE_OVER_S:
                     self._progress.popleft()
                 if len(self._progress) > 1 and not self._progress[0][0] < time:  # the server's clock was set back
                     self._progress = deque([self._progress[-1]])

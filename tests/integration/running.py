@@ -54,7 +54,7 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_
 
 def lost(said: str) -> int:
     """Return how many iterations a global server has taken off the count, by what it has said."""
-    return sum(map(int, re.findall(r"(\d+) iterations? of \S+ since its last global round no longer count", said)))
+    return sum(map(int, re.findall(r"the count is without (\d+) iterations? of \S+ since its last global round", said)))
 
 
 def holders(token: str) -> list[int]:

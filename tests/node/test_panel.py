@@ -18,7 +18,7 @@ from lsgd.node import transcript
 from lsgd.node.panel import frame, line
 from lsgd.node.screen import TRACEBACK, Screen
 from lsgd.node.transcript import Transcript
-from lsgd.protocol.events import Event, RoundOrdered, RunProgress
+from lsgd.protocol.events import Event, RoundOrdered, RunProgress, WorkerProgress
 from lsgd.watch.reader import Batch
 from lsgd.watch.view import RunView
 from tests import golden
@@ -121,6 +121,15 @@ def test_a_line_has_the_same_and_each_nodes_share_and_who_is_away():
     assert line(run_of(2)) == golden.text("panel.status")
 
 
+def test_a_line_names_workers_whose_losses_are_no_numbers_any_more():
+    run = run_of(3)
+    for seq, loss in ((3, 0.5), (4, None)):
+        at = [WorkerProgress(f"node{n}/worker0", n, "live", 600, loss, 0.0, 1.0, 0.0, 0.0, 0, 0) for n in range(2)]
+        run.take(Batch((Event(seq, 10.0 * seq, RunProgress(run.now, tuple(at))),), connected=True))
+    assert "; no finite loss: node0/worker0, node1/worker0 (lower" in line(run)
+    assert [text.split()[4:6] for text in plain(frame(run, COLUMNS, ROWS))[1:3]] == [["not", "finite"]] * 2
+
+
 def test_details_are_in_the_log_alone_and_what_all_workers_say_is_shown_once(tmp_path, capfd, monkeypatch):
     monkeypatch.delenv("LSGD_VERBOSE", raising=False)
     for verbose in (False, True):
@@ -163,6 +172,10 @@ def test_one_mistake_is_shown_once_without_lsgd_s_own_calls(tmp_path, capfd, mon
     say("node0/worker0", f"{TRACEBACK}\n{script}{own}ValueError: no such row. Did you mean 3?")
     say("global", "09:03:13 node0/worker0 leaves: failed: ValueError: no such row (17 iterations)")
     say("node0/worker1", "lsgd: generation 1 is over: node0/worker0 left: failed: ValueError: no such row")
+    say(
+        "global",
+        "09:03:13 node1/worker0 leaves: failed: ValueError: no such row, in line 7 of train.py (17 iterations)",
+    )
     say("global", "09:03:14 node0/worker1 leaves: failed: KeyError: 'x' (17 iterations)")
     dealt = "lsgd: node0/worker{0} ends with exit code 77: node1/worker1 and node0/worker{0} divide other data"
     say("global", "09:03:15 node1/worker1 leaves: failed: JoinError: node1/worker1 and node0/worker0 divide other data")
@@ -190,6 +203,24 @@ def test_one_mistake_is_shown_once_without_lsgd_s_own_calls(tmp_path, capfd, mon
     ]
     assert made["node1/worker0"].mistake == f"lsgd.errors.JoinError: {refused}" and not made["global"].mistake
     assert where in (tmp_path / "node1-worker0.log").read_text()
+
+
+def test_other_nodes_than_node_0_say_a_mistake_in_a_line(tmp_path, capfd, monkeypatch):
+    monkeypatch.delenv("LSGD_VERBOSE", raising=False)
+    screen = Screen(plain=True, brief=True)
+    script = tmp_path / "train.py"
+    calls = f'  File "{script}", line 7, in <module>\n    f()\n  File "{pytest.__file__}", line 3, in f\n    ^^^\n'
+    mistake = "ValueError: no such row. Did you mean 3?"
+    transcripts = [Transcript(screen, f"node1/worker{n}", tmp_path / f"{n}.log", 0, False) for n in range(2)]
+    over = "lsgd: generation 1 is over: node1/worker1 left: failed: ValueError: no such row"
+    transcripts[0].feed(f"{over}\n{TRACEBACK}\n{calls}{mistake}\n".encode())
+    transcripts[1].feed(f"{TRACEBACK}\n{calls}{mistake}\n".encode())
+    screen.close()
+    assert capfd.readouterr().out.splitlines() == [
+        f"[node1/worker0] {mistake}, in line 7 of train.py",
+        "[node1/worker1] the same mistake as in [node1/worker0]",
+    ]
+    assert transcripts[0].mistake == mistake and calls in (tmp_path / "0.log").read_text()
 
 
 @pytest.mark.parametrize(("leader", "says"), [("node0/worker0", True), ("", False)])

@@ -104,6 +104,19 @@ def test_rate_and_time_left_follow_the_last_seconds() -> None:
     assert view.rate == 20.0
 
 
+def test_the_time_left_is_steady_where_rounds_take_long_and_leaves_out_how_long_workers_were_awaited() -> None:
+    bench, made, off = Bench(), 200.0, list[float]()
+    bench.tell(*(progress_of(200, state="waiting", code="waiting") for _ in range(60)))  # resumed, of 1000
+    seconds = range(600)
+    for second in seconds:  # 40 s of each minute train, and 20 s exchange: 1 iteration a second in the mean
+        made += 1.5 * (second % 60 < 40)
+        view = bench.tell(progress_of(int(made)))
+        if second >= 180:
+            assert view.left_s is not None
+            off.append(view.left_s / (1000 - made))
+    assert 0.8 < min(off) and max(off) < 1.25
+
+
 def test_totals_go_on_where_another_process_begins_at_zero() -> None:
     view = Bench().tell(progress(1, 5.0, 100), progress(2, 6.0, 200), progress(3, 1.0, 10), progress(4, 2.0, 20))
     totals = list(view.workers[WHO].totals)
