@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from lsgd.check.facts import Life, Run
-from lsgd.check.lines import path_of
 from lsgd.check.verdicts import Finding, Verdict, distinct
+from lsgd.stacks import path_of
 
 COLLECTIVE = ("mean", "barrier", "finish", "leave")
 """Calls in which all workers meet."""

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lsgd.algorithms.base import is_muon
-from lsgd.check.lines import Tracer, here, path_of
+from lsgd.check.lines import Tracer, here
 from lsgd.check.taps import tap_files, tap_loaders, tap_seeds
 from lsgd.check.weights import Weights, tensor_digests
 from lsgd.client.data.first import digest
@@ -32,6 +32,7 @@ from lsgd.client.data.randomness import states
 from lsgd.observer import Observer
 from lsgd.schedulers import count_of, length_of, optimizer_of
 from lsgd.schedulers import counts as counts_steps
+from lsgd.stacks import path_of
 
 AT_EVERY_S = 0.5
 """How often the line at which the script is is noted."""

@@ -149,14 +149,14 @@ def _run(
     ``known``: where an earlier launcher of this node has known the global server, or where it could have moved.
     ``after``: takes what handles signals from the run's end on. ``held``: holds the ports of this node's servers.
     """
-    node, folder = settings.place.node, socket_folder()
-    name = node_name(node)
+    name, folder = node_name(settings.place.node), socket_folder()
     local = f"ipc://{folder / SOCKET_NAME}"
     environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
     with ExitStack() as opened:
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         listener = opened.enter_context(Listener(local))
-        screen = opened.enter_context(closing(Screen(plain=settings.plain, verbose=settings.verbose, brief=node > 0)))
+        made = Screen(plain=settings.plain, verbose=settings.verbose, brief=settings.place.node > 0)
+        screen = opened.enter_context(closing(made))
         if store is not None:
             store.begin(partial(screen.line, ""))
             opened.callback(store.detach)
