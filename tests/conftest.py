@@ -23,6 +23,8 @@ from .speed import MARGIN, SLOWNESS, scaled
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+gc.disable()  # until all is imported: that leaves no garbage, and to look for it takes a seventh of the time
+
 # Tests read what details say; those of a quiet screen take the variable away.
 os.environ["LSGD_VERBOSE"] = "1"
 
@@ -108,6 +110,7 @@ def pytest_collection_finish() -> None:
     """Let no search for garbage go through the modules and the thousands of tests that stay to the end."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def example(name: str) -> Callable[[], ModuleType]:

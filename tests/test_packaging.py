@@ -16,8 +16,6 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from lsgd.server.reasons import Why
-
 from .integration.running import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -157,43 +155,11 @@ def test_a_citation_names_this_version():
 
 
 @slow
-def test_the_installed_wheel_trains(installed, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\n"
-        "from lsgd.client import Worker\n"
-        "model = torch.nn.Linear(4, 1)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "data = torch.utils.data.TensorDataset(x := torch.randn(64, 4), x.sum(1, keepdim=True))\n"
-        "with Worker.join(model, optimizer) as worker:\n"
-        "    loader = worker.loader(data, batch_size=8)\n"
-        "    while not worker.stopped:\n"
-        "        for x, y in worker.batches(loader):\n"
-        "            optimizer.zero_grad()\n"
-        "            loss = torch.nn.functional.mse_loss(model(x), y)\n"
-        "            loss.backward()\n"
-        "            optimizer.step()\n"
-        "            worker.report(loss)\n"
-    )
-    plan = tmp_path / "plan.toml"
-    plan.write_text("iterations = 40\n")
-    output = run(
-        installed,
-        *("-m", "lsgd.client", "launch", "--workers", "1", "--port", "0", "--plan", str(plan)),
-        *("--run-dir", str(tmp_path / "run"), "--", str(installed), str(script)),
-    )
-    assert f"{Why.ENDED(reason=Why.ALL_MADE(limit=40))}; 40 iterations" in output
-
-
-@slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["*.whl", "*.tar.gz"])
-def test_each_archive_trains_the_example_and_then_on_two_nodes(built, tmp_path, kind):
+def test_the_wheel_of_the_sdist_trains_the_example_and_then_on_two_nodes(installed, tmp_path):
     """As a newcomer does it, and in the folder where quickstart leaves the script."""
-    (archive,) = built.glob(kind)
-    python = install(archive, tmp_path / "environment")
-    lsgd = python.parent / "lsgd"
-    assert f"lsgd {importlib.metadata.version('lsgd')}" in run(python, str(lsgd), "--version")
+    lsgd = installed.parent / "lsgd"
+    assert f"lsgd {importlib.metadata.version('lsgd')}" in run(installed, str(lsgd), "--version")
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     environ |= {"OMP_NUM_THREADS": "1", "LSGD_ITERATIONS": "60"}
     quick = [lsgd, "quickstart", "--device", "cpu", "--run-dir", "first"]
@@ -221,7 +187,7 @@ def test_each_archive_trains_the_example_and_then_on_two_nodes(built, tmp_path, 
                 "--run-dir",
                 f"node{node}",
                 "--",
-                python,
+                installed,
                 "first/digits.py",
             ],
             cwd=tmp_path,

@@ -26,6 +26,7 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 def serve() -> None:
     """Fork until standard input ends."""
+    gc.disable()  # imports leave no garbage, and to look for it takes a seventh of their time
     for name in sys.argv[1].split():
         importlib.import_module(name)
     remember("lsgd.cli.commands" if "lsgd.cli.commands" in sys.modules else "")
@@ -34,6 +35,7 @@ def serve() -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake)
     gc.freeze()  # what is there is not looked through, and so not copied, in the processes
+    gc.enable()
     tell({"ready": os.getpid()})
     while True:
         ready, _, _ = select([sys.stdin, wakes], [], [])
