@@ -9,6 +9,7 @@ import re
 import string
 import tomllib
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 from lsgd.server.reasons import Why
@@ -102,13 +103,16 @@ def text(code: str, **values: object) -> str:
 
 def pattern(code: str, **values: object) -> str:
     """Return the regular expression of :func:`text`, for what is said: all is literal but what stands in <...>."""
-    literal = {place: f"\0{place}\0" for place in values}
-    parts = re.split("<([^>]*)>", text(code, **literal))
-    parts[::2] = (re.sub(r"[][.^$*+?{}()\\|]", r"\\\g<0>", part) for part in parts[::2])
-    said = "".join(parts)
+    parts = re.split("<([^>]*)>", text(code, **{place: f"\0{place}\0" for place in values}))
+    said = "".join(part if hole else escape(part) for part, hole in zip(parts, cycle((False, True)), strict=False))
     for place, value in values.items():
-        said = said.replace(f"\0{place}\0", re.escape(str(value)))
+        said = said.replace(f"\0{place}\0", escape(str(value)))
     return said
+
+
+def escape(said: str) -> str:
+    """Return a regular expression of only this text; ``re.escape`` escapes blanks, too, which is hard to read."""
+    return re.sub(r"[][.^$*+?{}()\\|]", r"\\\g<0>", said)
 
 
 def reasons() -> str:

@@ -90,7 +90,7 @@ def test_the_rest_of_what_is_learned_from_a_rollout_is_no_mistake(looks: bool) -
     if looks:
         assert is_right(verdict) and golden.text("judges.steps_after_end") in verdict.notes[0]
     else:
-        says(verdict, 25, "goes on after the end of its run")
+        says(verdict, 25, golden.text("judges.goes_on_after_end"))
 
 
 def test_no_step_of_a_joined_optimizer() -> None:
@@ -119,7 +119,7 @@ def test_parts_are_right() -> None:
 @pytest.mark.parametrize("divided", [False, True])
 def test_samples_that_both_draw(divided) -> None:
     one, other = Story(0).draws([0, 2], [4, 6], divided=divided), Story(1).draws([0, 2], [5, 7], divided=divided)
-    says(judge_data(run_of(one, other)), 20, "draw the same samples: 50 % of a pass")
+    says(judge_data(run_of(one, other)), 20, golden.text("judges.half_of_a_pass"))
 
 
 def test_an_evaluation_that_all_make_of_the_same_data_is_right() -> None:
@@ -157,7 +157,7 @@ def test_data_that_repeats_itself_is_not_drawn_by_both() -> None:
             {**fact, "samples": [f"sample {row}" for row in range(20)]} if fact["kind"] == "batch" else fact
             for fact in story.facts
         ]
-    says(judge_data(run_of(one, other)), 20, "draw the same samples: 100 % of a pass")
+    says(judge_data(run_of(one, other)), 20, golden.text("judges.whole_pass"))
 
 
 def test_rows_that_are_drawn_with_replacement_are_right() -> None:
@@ -171,13 +171,13 @@ def test_a_pass_of_a_trainer_is_of_several_deals() -> None:
     right = Story(1).draws([1, 3], [5, 7], [0, 2], sampler="Endless", divided=True)
     assert is_right(judge_data(run_of(of_first, right)))
     wrong = Story(1).draws([0, 2], [5, 7], [1, 3], sampler="Endless", divided=True)
-    says(judge_data(run_of(of_first, wrong)), 20, "draw the same samples: 50 % of a pass")
+    says(judge_data(run_of(of_first, wrong)), 20, golden.text("judges.half_of_a_pass"))
 
 
 def test_samples_that_nobody_draws() -> None:
     about = {"divided": True, "sampler": "ShardSampler"}
     one, other = Story(0).draws([0, 2], [4], **about), Story(1).draws([1, 3], [5], **about)
-    says(judge_data(run_of(one, other)), 20, "nobody draws 2 of 8 samples in a pass")
+    says(judge_data(run_of(one, other)), 20, golden.text("judges.nobody_draws"))
 
 
 def test_equal_batches_without_a_loader() -> None:
@@ -185,7 +185,7 @@ def test_equal_batches_without_a_loader() -> None:
     for story in stories:
         for number in range(4):
             story.tell("input", digest=f"batch {number}", where=at(24)).step()
-    says(judge_data(run_of(*stories)), 25, "learn from the same batches, in 4 of 4 steps")
+    says(judge_data(run_of(*stories)), 25, golden.text("judges.same_batches"))
 
 
 def test_equal_noise_is_named_where_it_was_seeded() -> None:
@@ -193,7 +193,7 @@ def test_equal_noise_is_named_where_it_was_seeded() -> None:
     for story in stories:
         for number in range(3):
             story.step(noise=[f"seeded {number}", f"{story.facts[0]['worker']}", "python"])
-    says(judge_data(run_of(*stories)), 12, "same random numbers from torch's generator")
+    says(judge_data(run_of(*stories)), 12, golden.text("judges.same_random_numbers"))
 
 
 def test_equal_generators_that_nobody_draws_from_are_right() -> None:
@@ -209,7 +209,7 @@ def test_a_rate_that_differs_at_the_same_step() -> None:
     for number in range(6):
         one.step(lrs=[0.1 / (1 + number)])
         other.step(lrs=[0.1 / (1 + number) if number < 4 else 0.1])
-    says(judge_rates(run_of(one, other)), 25, "node0/worker1 has the learning rate 0.1 at step 4, node0/worker0 0.02")
+    says(judge_rates(run_of(one, other)), 25, golden.text("judges.other_rate"))
 
 
 def test_rates_by_progress_need_not_be_equal_at_equal_steps() -> None:
@@ -238,7 +238,7 @@ def test_a_schedule_by_epoch_has_no_length_in_steps() -> None:
 def test_a_scheduler_that_nobody_has_told_of() -> None:
     about = {"module": "schedulers", "text": "a scheduler sets the learning rate, and lsgd does not know it"}
     stories = both(lambda story: story.step().tell("warning", where=at(26), level="WARNING", **about))
-    says(judge_rates(run_of(*stories)), 26, "lsgd does not know it")
+    says(judge_rates(run_of(*stories)), 26, golden.text("judges.unknown_rate"))
 
 
 # -- 4 ---------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ MOVED = {"names": ["weight"], "tensors": 2, "share": 0.5, "before": "step", "whe
 
 def test_weights_that_stay_changed() -> None:
     stories = both(lambda story: story.steps(4).tell("moved", by={at(32): 2}, **MOVED).steps(4))
-    says(judge_changes(run_of(*stories)), 32, "changes weights between two steps", "weight and 1 more")
+    says(judge_changes(run_of(*stories)), 32, golden.text("judges.changes_between_steps"), "weight and 1 more")
 
 
 def test_weights_that_are_put_back_are_right() -> None:
@@ -269,7 +269,7 @@ def test_what_changes_weights_in_each_step_is_a_part_of_it() -> None:
 
 def test_an_optimizer_that_has_not_joined() -> None:
     stories = both(lambda story: story.step().tell("foreign", optimizer="SGD", where=at(27)))
-    says(judge_changes(run_of(*stories)), 27, "SGD, which has not joined")
+    says(judge_changes(run_of(*stories)), 27, golden.text("judges.sgd_not_joined"))
 
 
 # -- 5 ---------------------------------------------------------------------------------------------------------
@@ -288,12 +288,12 @@ def test_calls_from_other_lines_are_right_if_all_make_as_many() -> None:
 def test_calls_that_differ() -> None:
     error = "LsgdError: all workers must make the same calls"
     one, other = Story(0).step().tell("raised", name="mean", error=error, where=at(31)), Story(1).step()
-    says(judge_calls(run_of(one, other)), 31, "must make the same calls")
+    says(judge_calls(run_of(one, other)), 31, golden.text("judges.same_calls"))
 
 
 def test_a_file_of_two_writers() -> None:
     stories = both(lambda story: story.step().tell("file", path="/x/model.pt", where=at(40), by="open"))
-    says(judge_calls(run_of(*stories)), 40, "2 workers write the same file, model.pt")
+    says(judge_calls(run_of(*stories)), 40, golden.text("judges.same_file"))
 
 
 # -- 6 and 7 ---------------------------------------------------------------------------------------------------
@@ -317,8 +317,8 @@ def test_the_same_steps_are_right() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"lrs": [0.5]}, "its learning rate at step 4 is 0.5 in place of 0.1"),
-        ({"weights": [0.0, 0.0]}, "its weights differ from step 4 on"),
+        ({"lrs": [0.5]}, golden.text("judges.rate_at_4")),
+        ({"weights": [0.0, 0.0]}, golden.text("judges.weights_from_4")),
     ],
 )
 def test_what_differs_after_a_resume_is_named(wrong, words) -> None:
@@ -334,7 +334,7 @@ def test_random_numbers_that_begin_anew_after_a_resume() -> None:
     story = back()
     for number in range(4):
         story.step(noise=[f"node0/worker0 {number} {k}" for k in range(3)])
-    says(resume(Story().steps(8), Story().steps(4), story), 25, "it draws the random numbers of its first steps again")
+    says(resume(Story().steps(8), Story().steps(4), story), 25, golden.text("judges.random_again"))
 
 
 def test_a_stop_between_two_passes_of_a_script_that_draws_in_none_of_its_steps() -> None:
@@ -362,12 +362,12 @@ def test_rates_by_progress_may_be_a_step_off() -> None:
 
     assert is_right(resume(story(0, 40), story(0, 20, off=1), story(20, 40, off=1)))
     verdict = resume(story(0, 40), story(0, 20), story(20, 40, off=-20))
-    says(verdict, 25, "its learning rate at step 20 is 1 in place of 0.5")
+    says(verdict, 25, golden.text("judges.rate_at_20"))
 
 
 def test_other_batches_after_a_resume() -> None:
     alone, half = Story().draws([0], [1], [2], [3], [4], [5]), Story().draws([0], [1], [2], [3])
-    says(resume(alone, half, back().draws([0], [1])), 20, "its batches differ from step 4 on")
+    says(resume(alone, half, back().draws([0], [1])), 20, golden.text("judges.batches_from_4"))
 
 
 def test_a_loader_may_be_a_batch_ahead() -> None:
@@ -384,9 +384,7 @@ def test_a_script_that_is_not_the_same_twice_is_not_judged() -> None:
 
 def test_a_loop_that_begins_anew() -> None:
     alone, half = Story().steps(8), Story().steps(4)
-    says(
-        resume(alone, half, Story(0, step=4).steps(4)), 25, "its loop begins at 0, though the worker is at step 4 of 8"
-    )
+    says(resume(alone, half, Story(0, step=4).steps(4)), 25, golden.text("judges.begins_at_0"))
 
 
 def test_a_file_that_begins_anew() -> None:
@@ -410,7 +408,7 @@ def test_a_worker_that_comes_back_with_the_first_rate() -> None:
     for number in range(8):
         one.step(lrs=[0.1 - number / 100])
     run = run_of(one, Story(1).steps(3), back2().steps(4, lrs=[0.1]), killed="node0/worker1")
-    says(judge_return(run), 25, "killed and started again, node0/worker1 has the learning rate 0.1 at step 4")
+    says(judge_return(run), 25, golden.text("judges.killed_other_rate"))
 
 
 def test_a_worker_that_does_not_come_back() -> None:
@@ -471,7 +469,7 @@ def test_a_file_from_before_the_consensus() -> None:
     one = Story(0).steps(8).tell("file", path="/x/model.pt", where=at(34), by="torch.save")
     one.tell("call", name="finish", where=at(35)).ends()
     run = run_of(one, Story(1).steps(8).ends())
-    says(judge_model(run, {"/x/model.pt": {"weight": "w"}}), 34, "saved before the run's consensus")
+    says(judge_model(run, {"/x/model.pt": {"weight": "w"}}), 34, golden.text("judges.saved_before"))
 
 
 def test_a_checkpoint_within_the_training_is_no_final_file() -> None:

@@ -122,7 +122,7 @@ def test_the_rate_and_the_round_trip_are_those_of_the_wire() -> None:
         processes = [FORKS.popen([*command, host.index], env=os.environ, host=host.pid) for host in testbed.hosts]
         outputs = [process.communicate(timeout=scaled(60))[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    found = re.search(r"node0 to node1: (\d+) Mbit/s, round trip (\d+\.\d+) ms", outputs[1])
+    found = re.search(golden.pattern("doctor.link"), outputs[1])
     assert found
     assert 80 < int(found[1]) < 105
     assert 10 <= float(found[2]) < 40

@@ -375,8 +375,8 @@ class Longer(Secret):
     ("sampler", "message"),
     [
         (Strange, "over 4 samples draws 4"),
-        (Longer, "of length 8 has no end"),
-        (lambda data: Secret([*range(8)]), "a Secret draws another order each time"),
+        (Longer, golden.pattern("data.no_end_of_8")),
+        (lambda data: Secret([*range(8)]), golden.pattern("data.another_order")),
     ],
 )
 def test_what_neither_way_divides_is_refused_with_the_lines_that_do_it(sampler, message) -> None:

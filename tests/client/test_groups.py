@@ -198,7 +198,7 @@ def test_a_member_that_goes_frees_its_neighbours_at_once(switchboard) -> None:
 
 def waited_s(said: str) -> float:
     """Return how long the error of a group says that it has waited."""
-    found = re.search(r": waited ([\d.]+) s, then gave up: ", said)
+    found = re.search(golden.pattern("groups.gave_up_after"), said)
     assert found is not None, said
     return float(found[1])
 

@@ -75,9 +75,9 @@ def test_every_process_has_an_incarnation_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"LOCAL_RANK": "one"}, "LOCAL_RANK = 'one' is not a whole number"),
+        ({"LOCAL_RANK": "one"}, golden.pattern("identity.no_rank")),
         ({"LSGD_LOCAL_RANK": "-1"}, "LSGD_LOCAL_RANK = '-1'"),
-        ({"LSGD_DEVICE": "gpu"}, "LSGD_DEVICE = 'gpu' is not a device; write cpu, cuda or cuda:0"),
+        ({"LSGD_DEVICE": "gpu"}, golden.pattern("identity.no_device")),
         ({"LSGD_LOCALRANK": "1"}, "LSGD_LOCALRANK is unknown.*LSGD_LOCAL_RANK"),
     ],
 )

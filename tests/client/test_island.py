@@ -125,7 +125,7 @@ def test_the_head_waits_for_a_process_that_works_and_says_so(monkeypatch, caplog
 
     def work(rank: int) -> object:
         if rank == 1:
-            until(lambda: caplog.text.count("for process 1 of its island, which runs") > 1, "it has said so twice")
+            until(lambda: caplog.text.count(golden.text("island.for_process_1")) > 1, "it has said so twice")
         return processes[rank].gather(call if rank == 1 else "votes", rank)
 
     with island(3) as processes:

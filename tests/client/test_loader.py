@@ -216,11 +216,11 @@ class NoLength(Dataset):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: shard_of(DataLoader(NoLength()), lambda: (0, 1)), "needs a dataset with a length"),
-        (lambda: shard_loader(Stream(), lambda: (0, 1), 0, True, {}), "needs a dataset with a length"),
+        (lambda: shard_of(DataLoader(NoLength()), lambda: (0, 1)), golden.pattern("data.dataset_without_length")),
+        (lambda: shard_loader(Stream(), lambda: (0, 1), 0, True, {}), golden.pattern("data.dataset_without_length")),
         (lambda: loader(0, 24), "23 samples for 24 workers"),
         (lambda: loader(sampler=[1]), "makes the sampler itself"),
-        (lambda: loader(0, 8, batch_size=4, drop_last=True), "no worker has a whole batch"),
+        (lambda: loader(0, 8, batch_size=4, drop_last=True), golden.pattern("data.no_whole_batch")),
     ],
 )
 def test_what_cannot_be_sharded_is_refused(make, message) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from lsgd.client.iteration.reports import Logged
 from lsgd.errors import ConfigError
+from tests import golden
 
 
 def test_the_last_of_each_name_counts() -> None:
@@ -34,12 +35,12 @@ def test_lsgd_s_own_numbers_take_none_of_the_script_s_names() -> None:
     [
         ({"": 1.0}, "not ''"),
         ({"a" * 65: 1.0}, "1 to 64 letters"),
-        ({"two words": 1.0}, "such as 'accuracy' or 'grad/norm', not 'two words'"),
+        ({"two words": 1.0}, golden.pattern("logged.such_as")),
         ({7: 1.0}, "not 7"),
         ({"a": "0.5"}, "'a' is a str"),
         ({"a": None}, "'a' is a NoneType"),
         ({"a": torch.zeros(2)}, r"'a' is a tensor of \(2,\)"),
-        ({f"n{i}": 1.0 for i in range(33)}, "at most 32 names in a run, not 33"),
+        ({f"n{i}": 1.0 for i in range(33)}, golden.pattern("logged.too_many_names")),
     ],
 )
 def test_what_cannot_be_used_is_refused_in_words_and_changes_nothing(numbers, said) -> None:

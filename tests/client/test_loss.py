@@ -50,7 +50,7 @@ def test_a_window_says_why_it_elects_nobody() -> None:
         ("hello", "a str: 'hello'"),
         (None, "a NoneType: None"),
         (1j, "a complex: 1j"),
-        (10**400, "an integer beyond all floats"),
+        (10**400, golden.text("loss.beyond_floats")),
     ],
 )
 def test_what_is_no_loss_is_refused_with_the_call_to_mend(loss: object, said: str) -> None:

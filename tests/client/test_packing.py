@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from lsgd.client.iteration.packing import pack, unpack
 from lsgd.errors import ProtocolError
+from tests import golden
 
 
 def raw(x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +52,7 @@ def test_junk_is_refused_or_gives_the_right_size(junk) -> None:
     ("code", "error"),
     [
         (b"\0", "ends too early"),
-        (b"\0\0\0\0ab", "2 bytes in a plane of 4"),
+        (b"\0\0\0\0ab", golden.pattern("codecs.plane_of_4")),
         (b"\x03\0\0\0\xff\xff\xff", "cannot be decoded"),
         (b"\0\0\0\0abcdef", "2 bytes follow"),
     ],

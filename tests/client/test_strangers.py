@@ -21,7 +21,7 @@ from ..speed import scaled
 from .bench import CERTIFICATE
 from .meshes import Network, all_at_once, members
 
-REFUSED = "refused a connection from 127.0.0.1 to the port for tensors: "
+REFUSED = golden.text("tcp.refused")
 
 
 def ones(group: TcpGroup) -> float:

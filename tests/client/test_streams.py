@@ -146,10 +146,10 @@ def test_the_processes_of_an_island_end_a_pass_together() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: part(TensorDataset(torch.ones(3))), r"a TensorDataset is none: .*use worker.loader\(dataset"),
+        (lambda: part(TensorDataset(torch.ones(3))), golden.pattern("data.tensor_dataset")),
         (lambda: part([1, 2]), "a list is none"),
         (lambda: part(7), "a int is none"),
-        (lambda: loader(Own(), sampler=[1]), "a stream has no sampler"),
+        (lambda: loader(Own(), sampler=[1]), golden.pattern("data.no_sampler")),
     ],
 )
 def test_what_is_no_stream_is_refused(make, message: str) -> None:

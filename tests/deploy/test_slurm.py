@@ -95,7 +95,7 @@ def test_a_job_that_is_started_again_continues_from_its_checkpoints(
 
     until(lambda: saved() == {"node0", "node1"}, "both nodes have checkpoints", scaled(150))
     slurm.ask(*again, job.number)
-    until(lambda: "stopping: lsgd launch of node0 got SIGTERM" in job.says, "the job is told to stop")
+    until(lambda: golden.text("launch.stopping_by_sigterm") in job.says, "the job is told to stop")
     job.may_continue.touch()
     until(lambda: job.state in ENDS, "the job ends", scaled(200))
     assert job.state == "COMPLETED", job.says

@@ -54,7 +54,7 @@ def until(condition: Callable[[], Any], what: str, deadline_s: float = DEADLINE_
 
 def lost(said: str) -> int:
     """Return how many iterations a global server has taken off the count, by what it has said."""
-    return sum(map(int, re.findall(r"the count is without (\d+) iterations? of \S+ since its last global round", said)))
+    return sum(map(int, re.findall(golden.pattern("reasons.taken_off"), said)))
 
 
 def holders(token: str) -> list[int]:
@@ -296,7 +296,7 @@ class Cluster:
         """Start the local server of a node."""
         arguments = ["--node", str(node), "--listen", self.local_address(node), "--connect", self.address]
         server = self.server(f"local{node}", "--local", *arguments)
-        server.says("local server of node")
+        server.says(golden.pattern("server.local_server_of"))
         return server
 
     def local_address(self, node: int) -> str:

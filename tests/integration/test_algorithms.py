@@ -256,9 +256,9 @@ def go_back_twice(worker: Worker, loss: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("backward", "sparse", "error", "told"),
     [
-        (go_back_twice, False, LsgdError, "wrap all but the last one in `with worker.no_sync():`"),
-        (forget_a_loop, False, LsgdError, "no backward pass ran in this iteration, or all ran inside"),
-        (lambda worker, loss: None, False, LsgdError, "optimizer.step() before the gradients were exchanged"),
+        (go_back_twice, False, LsgdError, golden.pattern("gradients.wrap_all_but_last")),
+        (forget_a_loop, False, LsgdError, golden.pattern("gradients.no_backward")),
+        (lambda worker, loss: None, False, LsgdError, golden.pattern("gradients.step_before_exchange")),
         (lambda worker, loss: loss.backward(), True, LsgdError, "the gradient of 0.weight is sparse"),
     ],
 )

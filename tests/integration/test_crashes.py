@@ -59,7 +59,7 @@ def finish(cluster: Cluster, server: Process, *others: Process) -> int:
         worker.send(signal.SIGCONT)
     for process in (*others, server):
         process.succeeds()
-    server.says(rf"the run is over: all {limit} iterations are done; {limit} iterations")
+    server.says(f"{Why.ENDED(reason=Why.ALL_MADE(limit=limit))}; {limit} iterations")
     return limit
 
 
@@ -121,7 +121,7 @@ def test_workers_wait_for_their_local_server_and_say_so(cluster) -> None:
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.02) for index in (0, 1)]
     trains(cluster)
     kill(local)
-    workers[0].says(r"node0/worker0 waits for its next iteration for \d+ s: ")
+    workers[0].says(golden.pattern("crashes.waits_for_iteration"))
     made = steps(cluster)
     again = cluster.start_local()
     trains(cluster)

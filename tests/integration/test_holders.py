@@ -21,7 +21,7 @@ def test_a_frozen_local_server_costs_nobody_the_model(cluster) -> None:
     local.send(signal.SIGSTOP)
     cluster.tells(Note, code="all_silent")
     for worker in workers:
-        worker.says(r"waits for its next iteration for \d+ s: the local server at \S+ has been silent")
+        worker.says(golden.pattern("crashes.local_silent"))
     local.send(signal.SIGCONT)
     trains(cluster)
     assert cluster.status()["generation"] == 1
@@ -86,7 +86,7 @@ def test_a_run_that_has_lost_its_model_goes_back_to_its_checkpoints(cluster) -> 
     kill(*workers)
     resume = {"LSGD_RESUME": str(cluster.folder / "checkpoints")}
     workers = [cluster.worker("crash", 0, index, "--sleep", 0.02, **resume) for index in (0, 1)]
-    again = int(server.says(r"are gone: it goes back to checkpoints of \d+ iterations; (\d+) are repeated")[1])
+    again = int(server.says(golden.pattern("crashes.gone_back"))[1])
     until(lambda: server.output.count("worker1 joins from") == 2, "the other one is back, too")
     trains(cluster)
     limit = finish(cluster, server, *workers, *locals_)
@@ -108,7 +108,7 @@ def test_a_server_without_the_journal_of_the_run_does_not_begin_another(cluster)
     go.touch()
     for worker in workers:
         assert worker.wait() == 75
-        told = f"without its journal. Stop it, and start it again with the --journal of run {run.run}"
+        told = golden.text("crashes.without_journal", run=run.run)
         assert told in worker.output
         assert golden.text("crashes.state_saved") in worker.output
     other.send(signal.SIGTERM)

@@ -118,7 +118,7 @@ def test_gossip_that_is_cut_in_one_shard_changes_none(islands) -> None:
     one, other = islands.train("--do", "cut", "--at", "15")
     assert one["state"] == other["state"]
     for head in (islands.processes[-4], islands.processes[-2]):
-        failed = "the model is as before: it failed in another process of this worker: exchange with node0/worker"
+        failed = golden.text("island.failed_as_before")
         assert head.output.count(failed) == 1
 
 

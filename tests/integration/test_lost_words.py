@@ -3,6 +3,7 @@
 import pytest
 
 from lsgd.protocol.events import GenerationBegan
+from tests import golden
 
 from .running import Cluster, until
 from .test_crashes import EVERY, JournaledRun, finish, kill, trains
@@ -20,7 +21,7 @@ def test_a_pause_that_is_not_heard_costs_the_others_their_patience(cluster: Clus
     pauses.says("^naps$")  # with its iteration granted
     kill(run.server)
     killed.touch()
-    pauses.says("node0/worker1 pauses, but could not tell the servers, so others may wait for it: ")
+    pauses.says(golden.pattern("exchange.pauses_unheard"))
     run.start_again()
     without = cluster.tells(GenerationBegan, code="evicted").generation
     assert without.members == ("node0/worker0",)

@@ -99,7 +99,7 @@ def test_a_stop_during_a_round_lets_it_complete(cluster) -> None:
     go.touch()
     for process in (*workers, *locals_, server):
         process.succeeds()
-    count = int(server.says(r"the run is over: enough; (\d+) iterations")[1])
+    count = int(server.says(golden.pattern("runs.over_enough"))[1])
     assert count == steps(cluster)
     assert "failed" not in server.output
     assert len({cluster.result(0, index)["model"] for index in (0, 1)}) == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed import Host, Testbed
+from tests import golden
 
 from ..needs import needs_nat
 from .running import SCRIPTS, until
@@ -38,7 +39,7 @@ def test_a_download_goes_on_when_its_source_and_then_the_newcomer_are_killed(tmp
         """Return how many MB node 2 takes from whom, when it has said it so often and some have come."""
         path, said = (
             tmp_path / "node2" / "node2-worker0.log",
-            r"lsgd: (.*) takes? (\S+) MB of the model from (\S+) while",
+            golden.pattern("exchange.takes_model"),
         )
         until(
             lambda: path.exists() and len(re.findall(said, path.read_text())) >= count, f"node 2 says it {count} times"

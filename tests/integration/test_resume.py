@@ -104,7 +104,7 @@ def test_a_run_goes_on_with_other_workers_and_makes_exactly_its_iterations(clust
 
     servers, workers = start(cluster, 1, *arguments, *more, worker=frozen, **going_on(cluster))
     finish(servers, workers, last + 50)
-    workers[0].says(rf"stops after 0 iterations: all {last + 50} iterations were done before it was resumed")
+    workers[0].says(golden.pattern("resume.stops_at_once", last=last + 50))
 
 
 def test_checkpoints_that_cannot_be_written_are_a_warning(cluster) -> None:
@@ -113,8 +113,8 @@ def test_checkpoints_that_cannot_be_written_are_a_warning(cluster) -> None:
         cluster, 1, "--period", "4", "--local-period", "4", "--checkpoint-every", "1", "--iterations", "12"
     )
     finish(servers, workers, 12)
-    workers[0].says(r"the checkpoint of 4 iterations cannot be written to \S+checkpoints: .*training continues")
-    workers[0].says("the checkpoint of 12 iterations cannot be written")
+    workers[0].says(golden.pattern("resume.not_written"))
+    workers[0].says(golden.pattern("resume.not_written_12"))
 
 
 def test_a_worker_that_loses_its_servers_saves_its_state(cluster) -> None:
@@ -142,10 +142,7 @@ def test_a_run_whose_model_is_no_number_fails_and_leaves_its_last_good_checkpoin
     assert found == [12, 16]
     last = checkpoint_path(cluster.folder / CHECKPOINTS, run, 16, "node0/worker0")
     assert worker.output.count("no checkpoint of") == 1
-    worker.says(
-        rf"node0/worker0 ends with exit code 65: the model at the end of the run is not finite: \d+ values? \(NaN or "
-        rf"infinite\) in \S+ .*lower the learning rate.*resume from {last} with lsgd launch --resume \(RESUME=1\)"
-    )
+    worker.says(golden.pattern("resume.nonfinite_end", last=last))
     for process in (server, local):  # it left as any other does
         process.succeeds()
     assert golden.text("resume.leaves_over") in server.output

@@ -127,10 +127,8 @@ def test_a_worker_that_was_killed_has_the_rates_of_its_place_or_is_refused(clust
     assert cluster.worker("scheduled", 0, 1, "--die-at", 20).wait() == -signal.SIGKILL
     untold = cluster.worker("scheduled", 0, 1, "--life", 1, "--untold")
     assert untold.wait() == 1
-    untold.says(
-        r"node0/worker1 is at step (29|30) of 90, with the learning rate of the run's first step: 0\.1, where the "
-    )
-    untold.says(r"where it is made, add worker\.follow\(scheduler\)")
+    untold.says(golden.pattern("schedulers.at_30_of_90"))
+    untold.says(golden.pattern("schedulers.follow"))
     told = cluster.worker("scheduled", 0, 1, "--life", 2)
     told.succeeds()
     steady.succeeds()

@@ -134,7 +134,7 @@ def test_a_script_that_is_killed_leaves_nothing(folder, number) -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"LSGD_PERIOD": "none"}, r"variable LSGD_PERIOD: period = 'none' is not a whole number"),
+        ({"LSGD_PERIOD": "none"}, golden.pattern("plan.no_integer", setting="variable LSGD_PERIOD: period = 'none'")),
         ({"LSGD_PLAN": "away.toml"}, r"the plan away\.toml cannot be read"),
         ({"LSGD_ITERATION": "7"}, r"LSGD_ITERATION is unknown; did you mean"),
     ],

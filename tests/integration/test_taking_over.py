@@ -89,7 +89,10 @@ def test_a_server_that_starts_too_late_ends_with_the_run(tmp_path: Path) -> None
         first = frozen_server(tmp_path, 1)
         frozen_server(tmp_path, 2)
         os.kill(first, signal.SIGCONT)
-        until(partial(says, tmp_path / "node1" / "node1.log", "serves the run from now on"), "node 1 serves the run")
+        until(
+            partial(says, tmp_path / "node1" / "node1.log", golden.text("failover.some_serves")),
+            "node 1 serves the run",
+        )
         launchers[1].terminate()
         finish(launchers[1:])
     assert not says(tmp_path / "node2" / "node2.log", golden.text("failover.serves", node="node2"))

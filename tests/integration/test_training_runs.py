@@ -210,7 +210,7 @@ def test_a_signal_to_the_global_server_ends_the_run_with_a_consensus(cluster, nu
     end_well(*workers, *locals_, server)
     one, two = cluster.result(0, 0), cluster.result(0, 1)
     assert same_models(one, two) and one["stopped"] and two["stopped"]
-    count = int(server.says(rf"the run is over: the global server got {number.name}; (\d+) iterations")[1])
+    count = int(server.says(golden.pattern("runs.over_by_signal", signal=number.name))[1])
     assert count == sum(steps(cluster).values()) > 50
 
 
@@ -225,7 +225,7 @@ def test_a_signal_to_a_local_server_takes_its_node_out_and_the_others_go_on(clus
     count = cluster.status()["count"]
     until(lambda: cluster.status()["count"] > count + 50, "the other one goes on")
     again = cluster.start_local(1)  # at once, under the same index
-    again.says("connected to the global server")
+    again.says(golden.pattern("runs.connected"))
     server.send(signal.SIGTERM)
     end_well(one, stays, server, again)
     assert cluster.result(0, 0)["iterations"] > cluster.result(1, 0)["iterations"]
@@ -275,7 +275,11 @@ def test_whoever_does_not_fit_is_refused_and_told_why(cluster) -> None:
         assert re.search(f"JoinError: .*{reason}", process.output), process.output
 
     patched = cluster.worker("train", 1, 1, "--torch-version", f"{major}.{minor}.{int(patch) + 1}")
-    patched.says(rf"joins with other versions: torch {major}.{minor}.{int(patch) + 1} on node1, {version} on node0")
+    patched.says(
+        golden.pattern(
+            "runs.joins_with_other_versions", major=major, minor=minor, patch=int(patch) + 1, version=version
+        )
+    )
     until(lambda: cluster.status()["count"] > 0, "they train")
     server.send(signal.SIGTERM)
     end_well(patched, *locals_, server)
@@ -284,7 +288,7 @@ def test_whoever_does_not_fit_is_refused_and_told_why(cluster) -> None:
 def test_two_workers_with_the_same_data_are_an_error_that_names_both_on_both(cluster) -> None:
     server, locals_ = cluster.start("--workers", "2", *every(16))
     workers = [cluster.worker("train", 0, index, "--same-data") for index in (0, 1)]
-    told = r"worker\d ends with exit code 77: node0/worker(\d) and node0/worker(?!\1)\d draw the same batches"
+    told = golden.pattern("runs.exit_77")
     for worker in workers:
         assert worker.wait() == 77
         assert golden.text("data.not_sharded") in worker.output
@@ -313,7 +317,7 @@ def test_without_servers_a_join_fails_in_5_s_with_the_line_to_type(cluster, monk
             Worker.join(model, optimizer, timeout_s=1.0)
         return str(raised.value)
 
-    line = "no global server answers at tcp://127.0.0.1:9 yet; start node 0 there"
+    line = golden.text("runs.no_answer_yet")
     until(lambda: line in refusal(), "it says what to type")
     local.send(signal.SIGTERM)
     local.succeeds()

@@ -146,7 +146,7 @@ def test_servers_that_were_started_by_hand_refuse_a_second_training_with_a_code_
     cluster.start("--workers", "1")
     trainer = cluster.worker("trainer", 0, 0, "--max-steps", 3, "--trainings", 2)
     assert trainer.wait() == 64
-    trainer.says("this script joins again, for stage 2 of its run, but ")
+    trainer.says(golden.pattern("integrations.joins_again"))
 
 
 def test_an_exception_in_training_leaves_the_run_which_goes_on(cluster) -> None:

@@ -29,7 +29,7 @@ def train(cluster: Cluster, folder: Path, algorithm: str, transport: str, *, key
     for node in range(2):
         where = ["--listen", cluster.local_address(node), "--connect", cluster.address, *tokens.get(node, [])]
         locals_.append(cluster.server(f"local{node}", "--local", "--node", str(node), *where))
-        locals_[-1].says("local server of node")
+        locals_[-1].says(golden.pattern("server.local_server_of"))
     like_nccl = ["--like-nccl"] if transport == "nccl" else []
     workers = [cluster.worker("steps", *place, "--seed", 1, *like_nccl) for place in PLACES]
     end_well(*workers, *locals_, server)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed import Host, Testbed
+from tests import golden
 
 from .running import FORKS, LIGHT, SCRIPTS, Fork, lost
 
@@ -152,7 +153,7 @@ def test_node_1_may_start_first_and_waits_for_its_token_in_a_folder_that_both_se
     with Testbed(2) as testbed:
         plan = {"NUM_WORKERS": "1", "LSGD_ITERATIONS": "100"}
         second = start(testbed.hosts[1], tmp_path, REGRESSION, **plan)
-        shows(second, "this node needs a token: set LSGD_TOKEN, or share a folder of keys with node 0")
+        shows(second, golden.text("keys.needs_token"))
         finish([second, start(testbed.hosts[0], tmp_path, REGRESSION, **plan)])
     result = json.loads((tmp_path / "node0" / "result.json").read_text())
     assert (len(result["members"]), result["nodes"], result["count"]) == (2, 2, 100)

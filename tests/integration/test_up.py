@@ -119,11 +119,11 @@ def machines(number: int, folder: Path, *, multicast: bool) -> Iterator[list[Mac
 def test_two_lines_and_a_code_and_the_second_time_two_lines(tmp_path: Path) -> None:
     with machines(2, tmp_path, multicast=True) as (alpha, beta):
         first = alpha.up(LSGD_ITERATIONS="600", LSGD_ALGORITHM="local")
-        code = first.says(r"the code of this machine: (\w+ \w+)")
+        code = first.says(golden.pattern("pairing.code_of_this_machine"))
         second = beta.up()
-        second.says("type its code here, or there")
+        second.says(golden.pattern("pairing.type_here_or_there"))
         second.type("acid acid")
-        second.says("that is not the code of node0")
+        second.says(golden.pattern("pairing.wrong_code"))
         second.type(code)
         first.says("node1 joins as node 1: 1 worker on CPU")
         first.says("generation 1: 2 workers on 2 nodes")
@@ -132,7 +132,7 @@ def test_two_lines_and_a_code_and_the_second_time_two_lines(tmp_path: Path) -> N
         assert not re.search("refused|no global server|does not answer", first.output), first.output
         second.kill()
         again = beta.up()  # nobody types
-        again.says(r"connected to the global server")
+        again.says(golden.pattern("runs.connected"))
         seen = beta.start("-m", "lsgd.client", "peers")
         assert seen.ends() == 0 and re.search(r"node0 .* paired .* runs ", seen.output)
         assert (first.ends(), again.ends()) == (0, 0), first.output + again.output
@@ -146,7 +146,7 @@ def test_two_lines_and_a_code_and_the_second_time_two_lines(tmp_path: Path) -> N
 def test_without_multicast_with_an_address_and_against_those_who_guess_or_kill(tmp_path: Path) -> None:
     with machines(3, tmp_path, multicast=False) as (alpha, beta, guesser):
         attacked = alpha.up()
-        attacked.says("the code of this machine")
+        attacked.says(golden.pattern("pairing.code_is"))
         seen = beta.start("-m", "lsgd.client", "peers")
         guess = guesser.start("-c", GUESS, alpha.host.address)
         assert guess.ends() == 0 and "three wrong codes" in guess.output
@@ -154,12 +154,12 @@ def test_without_multicast_with_an_address_and_against_those_who_guess_or_kill(t
         assert seen.ends() == 0 and golden.text("up.no_machine") in seen.output
 
         second = beta.up("--at", alpha.host.address)
-        second.says("waits for .* to answer")
+        second.says(golden.pattern("pairing.waits_for_answer"))
         first = alpha.up()
-        second.says("type its code here")
+        second.says(golden.pattern("pairing.type_here"))
         first.kill()
         first = alpha.up()
-        code = first.says(r"the code of this machine: (\w+ \w+)")
+        code = first.says(golden.pattern("pairing.code_of_this_machine"))
         first.says("node1 .* wants to join")
         second.type(code)
         first.says("node1 joins as node 1")

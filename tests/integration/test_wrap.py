@@ -111,7 +111,7 @@ def test_two_scripts_make_their_own_steps_and_end_with_one_model(cluster, argume
     (made, first, one), (more, second, two) = in_threads(cluster, train)
     assert (made, more) == (20, 30) and (first, second) == (True, False)
     assert all(torch.equal(one[name], two[name]) for name in one)
-    cluster.processes[0].says("all workers have made the steps of their own loops, 50 iterations")
+    cluster.processes[0].says(golden.pattern("reasons.all_finished"))
 
 
 def test_a_worker_that_makes_no_step_has_trained_nothing(cluster) -> None:
@@ -293,7 +293,7 @@ def test_batches_left_over_by_accumulate_cannot_be_exchanged(cluster, monkeypatc
     join_here(cluster, monkeypatch, "--algorithm", "allreduce")
     script = Script(steps=3, accumulate=4)
     script.step(micro_batches=4)
-    message = f"after {left_over} forward passes, but with accumulate=4 one backward pass in 4 .* a multiple of 4 batch"
+    message = golden.pattern("wrap.accumulate_4", left_over=left_over)
     with pytest.raises(LsgdError, match=message):
         script.step(micro_batches=left_over)
     script.worker.fails(RuntimeError())

@@ -252,9 +252,9 @@ class NoEnd(Sampler[int]):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([[1, 2], [3, 4]], "is a int, which lsgd cannot divide: pass a DataLoader"),
-        (DataLoader(range(8), 2, sampler=NoEnd()), "a NoEnd has none: give it a __len__"),
-        (DataLoader(range(8), batch_sampler=NoEnd()), "a NoEnd has none: give it a __len__"),
+        ([[1, 2], [3, 4]], golden.pattern("data.not_divided")),
+        (DataLoader(range(8), 2, sampler=NoEnd()), golden.pattern("data.no_len_no_end")),
+        (DataLoader(range(8), batch_sampler=NoEnd()), golden.pattern("data.no_len_no_end")),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_the_lines_that_do_it(data, message):

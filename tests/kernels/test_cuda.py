@@ -14,6 +14,7 @@ import torch
 from lsgd.codecs.minmax import MinMax8
 from lsgd.kernels import kernels_for
 from lsgd.kernels.cuda.launch import COMPILE_OPTIONS, FEW_BITS, MINMAX8, CupyLaunch
+from tests import golden
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,7 @@ def fake_cupy(version, available):
     ("torch_cuda", "cupy", "message"),
     [
         (None, None, "no CUDA"),
-        ("12.8", fake_cupy(13000, True), "built for CUDA 13, torch for CUDA 12; pip install cupy-cuda12x"),
+        ("12.8", fake_cupy(13000, True), golden.pattern("kernels.other_cuda")),
         ("13.0", fake_cupy(13000, False), "finds no GPU"),
     ],
 )
@@ -158,8 +159,8 @@ def test_kernels_are_compiled_before_they_are_called(monkeypatch, fresh_kernels)
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
-        ({"compiles": False}, "compile or load the kernels for cuda:1: nvrtc: error: invalid value"),
-        ({"loads": False}, "compile or load the kernels for cuda:1: CUDA_ERROR_NO_BINARY_FOR_GPU"),
+        ({"compiles": False}, golden.text("kernels.invalid_value")),
+        ({"loads": False}, golden.text("kernels.no_binary")),
     ],
 )
 def test_a_cupy_that_cannot_compile_leaves_the_gpu_to_torch(monkeypatch, caplog, fresh_kernels, family, broken, reason):

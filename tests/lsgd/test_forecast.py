@@ -50,7 +50,7 @@ def test_each_advice_makes_enough_rounds(table) -> None:
     _, advice = forecast(plan(**table), 2)
     assert advice.startswith("that is few: ")
     variants = (
-        re.search(r"type (.*?) before the command to exchange", advice),
+        re.search(golden.pattern("forecast.type_before"), advice),
         re.search(r"(LSGD_ITERATIONS=\d+)", advice),
     )
     assert variants[1]

@@ -7,6 +7,7 @@ import pytest
 
 from lsgd.errors import ConfigError
 from lsgd.learning_rate import KINDS, check, factor
+from tests import golden
 
 WARMUP, DECAY = 0.125, 0.25
 AT_MIDDLE_OF_REST = WARMUP + (1 - WARMUP) / 2
@@ -46,14 +47,14 @@ def test_without_warm_up_and_decay_a_run_begins_at_the_base(kind: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("cosin", 0.1, 0.2), "there is no schedule 'cosin'; did you mean 'cosine'?"),
+        (("cosin", 0.1, 0.2), golden.text("schedulers.mean_cosine")),
         (
             ("wsd", 64, 0.2),
-            "warmup = 64 is not a share of the run from 0 to less than 1; for N steps of M, give N / M",
+            golden.text("schedulers.warmup_share"),
         ),
-        (("wsd", 0.1, -0.2), "decay = -0.2 is not a share of the run from 0 to less than 1"),
-        (("wsd", math.nan, 0.2), "warmup = nan is not a share"),
-        (("wsd", 0.5, 0.6), "warmup = 0.5 and decay = 0.6 add up to more than the whole run; lower one of them"),
+        (("wsd", 0.1, -0.2), golden.text("schedulers.decay_share")),
+        (("wsd", math.nan, 0.2), golden.text("schedulers.warmup_nan")),
+        (("wsd", 0.5, 0.6), golden.text("schedulers.more_than_run")),
     ],
 )
 def test_what_is_no_schedule_is_refused_in_words(arguments: tuple[str, float, float], words: str) -> None:

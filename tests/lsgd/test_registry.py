@@ -55,10 +55,10 @@ def test_a_good_one_is_there_with_what_pip_installs(registry):
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("other", "ValueError: the name 'other' is taken, or is not the name of thirdparty:Good"),
+        ("other", golden.text("plan.name_taken")),
         ("missing", "AttributeError: "),
         ("nothing", "ModuleNotFoundError: No module named 'no_such_module_anywhere'"),
-        ("number", "TypeError: math:pi is not a subclass of AlgorithmSettings"),
+        ("number", golden.text("plan.no_settings")),
     ],
 )
 def test_a_bad_one_is_left_out_and_says_why(registry, caplog, name, problem):

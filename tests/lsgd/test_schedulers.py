@@ -279,7 +279,7 @@ def test_rates_of_a_run_come_through_its_members() -> None:
     assert rates_.state_dict()["first"] == run.state_dict()["first"]
 
 
-@pytest.mark.parametrize(("share", "said"), [(30.0, "made for 60 steps, so it would cover 50 % of itself"), (58.0, "")])
+@pytest.mark.parametrize(("share", "said"), [(30.0, golden.text("schedulers.made_for_60")), (58.0, "")])
 def test_a_followed_one_that_the_run_cuts_short_is_said(share, said, caplog) -> None:
     one, scheduler = made("cosine")
     bench = Bench(one)

@@ -127,21 +127,21 @@ def test_right_values(name: str, value: object, result: object) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "problem"),
     [
-        ("count", "three", "count = 'three' is not a whole number"),
-        ("count", "3.0", "count = '3.0' is not a whole number"),
-        ("count", "", "count = '' is not a whole number"),
-        ("count", 3.0, "count = 3.0 is not a whole number"),
-        ("count", True, "count = True is not a whole number"),
-        ("count", None, "count = None is not a whole number"),
-        ("count", [3], "count = [3] is not a whole number"),
+        ("count", "three", golden.text("plan.no_integer", setting="count = 'three'")),
+        ("count", "3.0", golden.text("plan.no_integer", setting="count = '3.0'")),
+        ("count", "", golden.text("plan.no_integer", setting="count = ''")),
+        ("count", 3.0, golden.text("plan.no_integer", setting="count = 3.0")),
+        ("count", True, golden.text("plan.no_integer", setting="count = True")),
+        ("count", None, golden.text("plan.no_integer", setting="count = None")),
+        ("count", [3], golden.text("plan.no_integer", setting="count = [3]")),
         ("count", 11, "count = 11 is not in 0 … 10"),
         ("count", "-1", "count = '-1' is not in 0 … 10"),
         ("often", "0", "often = '0' is not in auto | 1 … 10"),
         ("later", "-3", "later = '-3' is not auto | at least 0"),
         ("part", "-1", "part = '-1' is not in auto | 0 … 1"),
-        ("often", False, "often = False is not a whole number, or auto"),
-        ("often", "Auto", "often = 'Auto' is not a whole number, or auto"),
-        ("count", "auto", "count = 'auto' is not a whole number"),
+        ("often", False, golden.text("plan.no_integer_or_auto", setting="often = False")),
+        ("often", "Auto", golden.text("plan.no_integer_or_auto", setting="often = 'Auto'")),
+        ("count", "auto", golden.text("plan.no_integer", setting="count = 'auto'")),
         ("at_least", 2, "at_least = 2 is not at least 3"),
         ("at_least", "1" + 20 * "0", f"at_least = '{10**20}' is beyond 1,000,000,000,000,000"),
         ("share", 1e300, "share = 1e+300 is not in 0 … 1"),
@@ -190,7 +190,7 @@ def test_nearest_name() -> None:
     [(64, 48), (16, 64), (1, 2)],
 )
 def test_local_period_divides_period(period: int, local_period: int) -> None:
-    problem = f"period = {period} is not a multiple of local_period = {local_period}; set local_period to a divisor"
+    problem = golden.pattern("plan.set_local_period", period=period, local_period=local_period)
     with pytest.raises(ConfigError, match=problem):
         LeaderSettings(period=period, local_period=local_period)
 
@@ -223,11 +223,11 @@ def test_a_switch_is_changed_in_a_running_run_unless_what_is_kept_depends_on_it(
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("compression", "minmax8", "compression cannot be changed during a run; "),
-        ("delay", "3", "delay cannot be changed during a run; "),
+        ("compression", "minmax8", golden.text("plan.fixed_setting", setting="compression")),
+        ("delay", "3", golden.text("plan.fixed_setting", setting="delay")),
         ("pul_global", "0.3", "pul_global is unknown; did you mean 'pull_global'?"),
         ("pull_global", "3", "lsgd set: pull_global = '3' is not in 0 … 1"),
-        ("period", "20", "period = 20 is not a multiple of local_period = 16"),
+        ("period", "20", golden.text("plan.no_multiple_20")),
     ],
 )
 def test_what_cannot_be_changed_in_a_running_run(name: str, text: str, problem: str) -> None:

@@ -725,7 +725,7 @@ class TestPlace:
         [
             (
                 {"PET_NODE_RANK": "0", "PET_NNODES": "1:4"},
-                "PET_NNODES of Kubeflow is '1:4', not an integer; pass",
+                golden.pattern("launch.kubeflow_nodes"),
             ),
             ({"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "1"}, "torchrun --nproc-per-node 1"),
         ],
@@ -819,7 +819,7 @@ class TestDevices:
     @pytest.mark.skipif(torch.cuda.is_available(), reason="torch can use the GPUs of this machine")
     @pytest.mark.parametrize(
         ("driver", "remedy"),
-        [("580.95.05", "whl/cu130"), ("535.104.12", "whl/cu126"), ("470.42.01", "update the driver to 525")],
+        [("580.95.05", "whl/cu130"), ("535.104.12", "whl/cu126"), ("470.42.01", golden.text("launch.update_driver"))],
     )
     def test_gpus_that_torch_cannot_use(self, nvidia_smi, driver, remedy, tmp_path, monkeypatch):
         nvidia_smi(driver)
@@ -851,7 +851,7 @@ class TestDevices:
     def test_torch_is_asked_where_nvidia_smi_fails_and_the_system_has_a_gpu(self, nvidia_smi, tmp_path, monkeypatch):
         program(tmp_path, "nvidia-smi", "exit 18")  # the driver was updated, and not loaded again
         monkeypatch.setattr(gpus, "_has_device_files", lambda: True)
-        warning = "training on the CPU: nvidia-smi finds no GPU here"
+        warning = golden.text("launch.on_cpu_no_gpu")
         assert gpus.choose("auto", 1) == gpus.Devices(("cpu",), warning)
         monkeypatch.setattr(gpus, "_PROBE", "print('[2, 0, 0]')")
         assert gpus.choose("auto", None) == gpus.Devices(("cuda:0", "cuda:1"))

@@ -148,8 +148,8 @@ def test_a_node_whose_processes_do_not_join_says_so_every_minute(between) -> Non
 @pytest.mark.parametrize(
     ("places", "remedy"),
     [
-        ((Place(0, "tcp://10.0.0.1:1"), Place(1, "tcp://10.0.0.2:1")), "if it stays away, node1 serves the run"),
-        ((), "restart it there with its --journal"),
+        ((Place(0, "tcp://10.0.0.1:1"), Place(1, "tcp://10.0.0.2:1")), golden.text("node.node1_serves")),
+        ((), golden.text("node.restart_journal")),
     ],
 )
 def test_who_waits_for_the_global_server_says_what_will_happen_or_what_to_do(between, places, remedy) -> None:

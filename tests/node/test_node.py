@@ -129,7 +129,7 @@ def test_a_process_that_is_killed_too_often_is_a_failure() -> None:
     assert world.lives["worker"] == 2
 
 
-@pytest.mark.parametrize(("code", "words"), [(3, "failed with exit code 3"), (75, "gave up waiting for its servers")])
+@pytest.mark.parametrize(("code", "words"), [(3, golden.text("node.failed_3")), (75, golden.text("node.gave_up"))])
 def test_a_worker_that_ends_by_itself_is_not_started_again(code, words) -> None:
     world = World({"server": server, "worker": after(1.0, code)}, restarts=5)
     assert world.finish() == code

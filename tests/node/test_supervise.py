@@ -279,7 +279,7 @@ def test_lines_that_nobody_read_are_counted(start, tmp_path):
             if len(lines) == 5000:  # most of what waited
                 (tmp_path / "read").touch()
     assert supervised.finish()[0] == 0
-    (missing,) = [int(line.split()[1]) for line in lines if "lines skipped (output was not read)" in line]
+    (missing,) = [int(line.split()[1]) for line in lines if golden.text("node.lines_skipped") in line]
     assert missing > 10_000 and missing + len(lines) - 1 == 100_001
     assert lines[-1] == "[worker] end\n"
 

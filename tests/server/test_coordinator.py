@@ -84,31 +84,27 @@ def test_more_workers_than_wanted_belong_to_the_first_round() -> None:
         (
             {"versions": {"lsgd": "7.0.0", "torch": "2.13.0"}},
             "software",
-            f"its software differs: lsgd 7.0.0 on node1, {__version__} on the global server; "
-            "install the same release on both",
+            Why.SOFTWARE(versions=f"lsgd 7.0.0 on node1, {__version__} on the global server"),
         ),
         (
             {"versions": {"lsgd": __version__, "torch": "2.12.0"}},
             "software",
-            "its software differs: torch 2.12.0 on node1, 2.13.0 on node0; install the same release on both",
+            Why.SOFTWARE(versions="torch 2.12.0 on node1, 2.13.0 on node0"),
         ),
         (
             {"model": "other", "model_summary": "3 tensors, 13 numbers"},
             "model",
-            "its model differs from node0/worker0's: 3 tensors, 13 numbers against 2 tensors, 12 numbers; "
-            "build the same model on every worker",
+            Why.MODEL(first="node0/worker0", theirs="3 tensors, 13 numbers", ours="2 tensors, 12 numbers"),
         ),
         (
             {"address": "127.0.0.1"},
             "loopback",
-            "node1/worker0 can be reached at 127.0.0.1 and node0/worker0 at 10.0.0.1: one of them is on the "
-            "loopback interface; connect every node's local server by the global server's real address",
+            Why.LOOPBACK(worker="node1/worker0", first="node0/worker0", theirs="127.0.0.1", ours="10.0.0.1"),
         ),
         (
             {"address": "::1"},
             "loopback",
-            "node1/worker0 can be reached at ::1 and node0/worker0 at 10.0.0.1: one of them is on the "
-            "loopback interface; connect every node's local server by the global server's real address",
+            Why.LOOPBACK(worker="node1/worker0", first="node0/worker0", theirs="::1", ours="10.0.0.1"),
         ),
     ],
 )
@@ -146,7 +142,7 @@ def test_of_two_releases_the_servers_joins_whoever_came_first() -> None:
 
 def test_a_worker_whose_name_is_not_that_of_its_place_is_refused() -> None:
     bench = Bench(workers=1)
-    reason = "it is worker 7 of node1, but calls itself node1/worker0, not node1/worker7"
+    reason = Why.WRONG_NAME(index=7, node=1, worker="node1/worker0", name="node1/worker7")
     assert bench.say(replace(greeting(1, 0), index=7))["10"] == [Refused(reason)]
 
 
@@ -218,7 +214,7 @@ def test_waiting_for_others_ends_in_time() -> None:
     bench.tick(30)
     assert not bench.got
     bench.tick(1)
-    reason = "after 30 s only 1 of 2 workers have joined; start the others, or a run of fewer (LSGD_WORKERS=N)"
+    reason = Why.TOO_FEW(waited_s=30, joined=Why.JOINING(here=1, wanted=2, missing=""))
     assert bench.got["00"] == [Refused(reason)]
     assert not bench.roster.members
     assert isinstance(bench.join("00", 3)["00"][0], Waiting)
@@ -971,10 +967,10 @@ def test_two_workers_with_the_same_batches_end_a_run_that_has_learned_nothing() 
 @pytest.mark.parametrize(
     ("first", "second", "words"),
     [
-        ((), (), "first steps is the same):"),
-        (("d", "n"), ("d", "n"), "is the same, and so is the data, in the same order and the noise):"),
-        (("d", "n"), ("d", "m"), "is the same, and so is the data, in the same order, but not the noise):"),
-        (("d", "n"), ("e", ""), "is the same, but not the data, in the same order):"),
+        ((), (), golden.text("reasons.same_first_steps")),
+        (("d", "n"), ("d", "n"), golden.text("reasons.same_and_noise")),
+        (("d", "n"), ("d", "m"), golden.text("reasons.same_not_noise")),
+        (("d", "n"), ("e", ""), golden.text("reasons.same_not_data")),
     ],
 )
 def test_what_is_the_same_is_said(first, second, words) -> None:
@@ -1119,7 +1115,7 @@ def test_rounds_that_fail_for_ever_end_the_run() -> None:
         bench.fail("01", number, "no route to host")
         for place in ("00", "01"):
             bench.ask(place, same=True, dropped=number)
-    reason = "10 rounds in a row failed, the last because node0/worker1: no route to host"
+    reason = Why.ROUNDS_FAIL(failures=10, reason="node0/worker1: no route to host")
     stop = Stop(1, None, reason, failed=True)
     assert bench.got == {"00": [stop], "01": [stop]}
     assert bench.state.closed and bench.state.in_vain and bench.ledger.count == 0

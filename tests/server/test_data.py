@@ -42,12 +42,12 @@ def test_before_anything_is_learned_the_run_fails_for_all() -> None:
     ("facts", "said"),
     [
         ({"rows": "b"}, "(other rows), but"),
-        ({"rows": "b"}, "split it before the join, or with a generator that all seed alike"),
+        ({"rows": "b"}, golden.text("data.split_before")),
         ({"order": "b"}, "(another order), but"),
-        ({"order": "b"}, "without the rank in its seed"),
+        ({"order": "b"}, golden.text("data.rank_in_seed")),
         ({"sampler": "in order"}, "(sampler in order and at random), but"),
         ({"new": "x"}, "(new x and -), but"),
-        ({"new": "x"}, "make the same data on all workers. Or"),
+        ({"new": "x"}, golden.text("data.same_data")),
     ],
 )
 def test_what_differs_is_said_and_what_to_do(facts, said) -> None:

@@ -106,17 +106,20 @@ def test_what_cannot_be_a_pair_of_the_generation_is_passed_over(broken, pairs) -
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ([(0, 4)], "node0/worker0 and node2/worker0 cannot reach each other"),
-        ([(0, 4), (1, 4)], "node0 and node2 cannot reach each other"),
-        ([(0, 1)], "node0/worker0 and node0/worker1 cannot reach each other"),
+        ([(0, 4)], Why.UNREACHABLE(pairs="node0/worker0 and node2/worker0", more="")),
+        ([(0, 4), (1, 4)], Why.UNREACHABLE(pairs="node0 and node2", more="")),
+        ([(0, 1)], Why.UNREACHABLE(pairs="node0/worker0 and node0/worker1", more="")),
         (
             [(0, 4), (1, 4), (2, 4)],
-            "node0 and node2, node1/worker0 and node2/worker0 cannot reach each other",
+            Why.UNREACHABLE(pairs="node0 and node2, node1/worker0 and node2/worker0", more=""),
         ),
         (
             [(0, 1), (0, 2), (0, 3), (1, 3), (2, 3), (2, 4)],
-            "node0/worker0 and node0/worker1, node0/worker0 and node1/worker0, node0/worker0 and node1/worker1, "
-            "node0/worker1 and node1/worker1 cannot reach each other (and 2 more pairs)",
+            Why.UNREACHABLE(
+                pairs="node0/worker0 and node0/worker1, node0/worker0 and node1/worker0, "
+                "node0/worker0 and node1/worker1, node0/worker1 and node1/worker1",
+                more=" (and 2 more pairs)",
+            ),
         ),
     ],
 )
@@ -148,7 +151,7 @@ def test_each_time_it_takes_twice_as_long_up_to_ten_times() -> None:
 def test_the_words_of_one_that_waits() -> None:
     links = Links(6.0)
     links.cut(["a"], "a and b cannot reach each other", 100.0)
-    end = f"the run continues without a; {CHECK}; it is tried again in"
+    end = golden.text("links.without_a", check=CHECK)
     assert links.words("a", 102.0) == golden.text("links.cut_for", end=end)
     links.relent(103.0)
     assert links.words("a", 104.0) == golden.text("links.cut_until_round", end=end)

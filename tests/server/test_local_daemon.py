@@ -111,7 +111,7 @@ def local(cluster: Cluster, above: Above) -> Process:
     process = cluster.start_local(3)
     hello = above.hears(NodeHello)
     assert isinstance(hello, NodeHello) and (hello.protocol, hello.node, hello.workers) == (PROTOCOL, 3, 1)
-    process.says("connected to the global server at .*, run run")
+    process.says(golden.pattern("server.connected_to_run"))
     return process
 
 
@@ -163,7 +163,7 @@ def test_garbage_does_not_end_it(above, below, local) -> None:
     assert above.listener.send(above.peer, [b"", b"\x91\x00", b"nobody", b"\x91\x00"])
     below.say(WorkerHello(PROTOCOL, 7))
     below.hears(WorkerHelloReply)
-    local.says("invalid message from the global server")
+    local.says(golden.pattern("server.invalid_message"))
 
 
 def test_with_no_global_server_it_tells_the_workers_what_they_wait_for(cluster, above) -> None:
@@ -172,8 +172,8 @@ def test_with_no_global_server_it_tells_the_workers_what_they_wait_for(cluster, 
     local = cluster.start_local(0)
     below = Below(cluster.local_address(0))
     start = f"lsgd-server --global --listen {cluster.address}"
-    by_hand = f"which runs it (lsgd launch, train.sh), or, if you start servers by hand: {start}"
-    line = f"no global server answers at {cluster.address} yet; start node 0 there, {by_hand}"
+    by_hand = golden.text("server.start_by_hand", start=start)
+    line = golden.text("server.no_answer_by_hand", address=cluster.address, by_hand=by_hand)
     held = [(request(5), 5), (StatusQuery(7), 0), (Pause("node0/worker0", 7, 5, 4), 0)]
     below.say(WorkerHello(PROTOCOL, 7))
     assert below.hears(WorkerHelloReply) == WorkerHelloReply(0, cluster.address)
@@ -182,11 +182,11 @@ def test_with_no_global_server_it_tells_the_workers_what_they_wait_for(cluster, 
     for message, seq in held:
         below.say(message)
         assert below.hears(Waiting) == Waiting(seq, line, away=True)
-    local.says("no global server answers")
+    local.says(golden.pattern("server.no_answer"))
     below.link.close()
     above.listener = Listener(cluster.address)  # it is started at last
     above.hears(NodeHello)
-    local.says("connected to the global server")
+    local.says(golden.pattern("runs.connected"))
     local.send(signal.SIGTERM)
     local.succeeds()
 
@@ -197,7 +197,7 @@ def test_it_says_at_once_that_a_workers_process_has_ended(above, below, local) -
     above.hears(Request)
     process.kill()
     assert above.hears(Leave) == Leave("node3/worker0", 7, 0, True, golden.text("server.process_ended"))
-    local.says("node3/worker0 is gone: its process has ended")
+    local.says(golden.pattern("server.gone"))
     process.wait()
 
 

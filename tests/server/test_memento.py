@@ -268,13 +268,13 @@ def test_phase_changed_settings_and_the_time_go_on() -> None:
 @pytest.mark.parametrize(
     ("spoil", "told"),
     [
-        (lambda s: s.update(version=1), f"it is of version 1, this lsgd reads version {VERSION}"),
-        (lambda s: s.pop("members"), "it holds no state of a run: KeyError"),
-        (lambda s: s["open"][0].update(waiting=["nobody"]), "it holds no state of a run: KeyError"),
-        (lambda s: s["members"][0].update(state="ASLEEP"), "it holds no state of a run: KeyError"),
-        (lambda s: s["members"][0]["join"].pop("gpu"), "it holds no state of a run: TypeError"),
-        (lambda s: s["generation"].update(node_sizes=[7]), "it holds no state of a run: ProtocolError.*2 members on 1"),
-        (lambda s: s.update(plan="{"), "the plan is not JSON"),
+        (lambda s: s.update(version=1), golden.pattern("journal.of_version_1", ours=VERSION)),
+        (lambda s: s.pop("members"), golden.pattern("journal.no_state_by", error="KeyError")),
+        (lambda s: s["open"][0].update(waiting=["nobody"]), golden.pattern("journal.no_state_by", error="KeyError")),
+        (lambda s: s["members"][0].update(state="ASLEEP"), golden.pattern("journal.no_state_by", error="KeyError")),
+        (lambda s: s["members"][0]["join"].pop("gpu"), golden.pattern("journal.no_state_by", error="TypeError")),
+        (lambda s: s["generation"].update(node_sizes=[7]), golden.pattern("journal.two_members")),
+        (lambda s: s.update(plan="{"), golden.pattern("journal.no_json")),
         (lambda s: s.update(algorithm={"name": "hope"}), "algorithm 'hope' is unknown"),
     ],
 )

@@ -36,29 +36,47 @@ def run(*arguments: str, **variables: str | None) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "say which server to be: --global (one for the run), --local"),
-        (["--global", "--local"], "one process is one server: choose one of --global, --local"),
-        (["--global", "--node", "1"], "--node is an option of --local, not of --global"),
-        (["--connect", "tcp://x:1", "--global"], "--connect is an option of --local, not of --global"),
-        (["--local", "--period", "4"], "--period is an option of --global, not of --local"),
-        (["--local", "--workers", "0"], "says how many workers its node has, at least 1"),
-        (["--local", "--workers", "two"], "flag --workers: workers = 'two' is not a whole number"),
-        (["--local", "--plan", "x.toml"], "--plan is an option of --global, not of --local"),
-        (["--local", "--keys", "x"], "--keys is an option of --global or --relay, not of --local"),
+        ([], golden.text("server.say_which")),
+        (["--global", "--local"], golden.text("server.one_process")),
+        (["--global", "--node", "1"], golden.text("server.option_of", option="--node", of="--local", kind="--global")),
+        (
+            ["--connect", "tcp://x:1", "--global"],
+            golden.text("server.option_of", option="--connect", of="--local", kind="--global"),
+        ),
+        (
+            ["--local", "--period", "4"],
+            golden.text("server.option_of", option="--period", of="--global", kind="--local"),
+        ),
+        (["--local", "--workers", "0"], golden.text("server.says_how_many")),
+        (["--local", "--workers", "two"], golden.text("plan.no_integer", setting="flag --workers: workers = 'two'")),
+        (
+            ["--local", "--plan", "x.toml"],
+            golden.text("server.option_of", option="--plan", of="--global", kind="--local"),
+        ),
+        (
+            ["--local", "--keys", "x"],
+            golden.text("server.option_of", option="--keys", of="--global or --relay", kind="--local"),
+        ),
         (["--local", "--node", "-1"], "'--node'"),
         (["--global", "--plan", "/nowhere/plan.toml"], "the plan /nowhere/plan.toml cannot be read"),
         (
             ["--global", "--algorithm", "leader", "--period", "10", "--local-period", "4"],
-            "is not a multiple of local_period",
+            golden.text("server.no_multiple"),
         ),
         (["--global", "--periods", "4"], "No such option"),
         (["--global", "--listen", "udp://x"], "cannot listen on 'udp://x'"),
-        (["--global", "--listen", "tcp://10.0.0..1:1", "--insecure"], "is not an address of this machine"),
-        (["--local", "--listen", "ipc://" + "x" * 120], "longer than the system allows"),
+        (["--global", "--listen", "tcp://10.0.0..1:1", "--insecure"], golden.text("server.not_of_this_machine")),
+        (["--local", "--listen", "ipc://" + "x" * 120], golden.text("server.too_long")),
         (["--local", "--listen", "ipc:///proc/lsgd/x"], "the socket /proc/lsgd/x cannot be used: No such file"),
-        (["--local", "--listen", "tcp://127.0.0.1:0", "--connect", "nonsense"], "'nonsense' is not an address"),
-        (["--relay", "--connect", "tcp://127.0.0.1:1"], "--connect is an option of --local, not of --relay"),
-        (["--relay", "--period", "3"], "--period is an option of --global, not of --relay"),
+        (["--local", "--listen", "tcp://127.0.0.1:0", "--connect", "nonsense"], golden.text("server.nonsense")),
+        (
+            ["--relay", "--connect", "tcp://127.0.0.1:1"],
+            golden.text("server.option_of", option="--connect", of="--local", kind="--relay"),
+        ),
+        (
+            ["--relay", "--period", "3"],
+            golden.text("server.option_of", option="--period", of="--global", kind="--relay"),
+        ),
         (["--global", "--listen", "tcp://127.0.0.1:0", "--save-plan", "/nowhere/plan"], "/nowhere/plan"),
     ],
 )
@@ -112,7 +130,7 @@ def test_a_server_that_is_to_go_on_begins_no_new_run(tmp_path) -> None:
     code, output = run("--global", "--continue", *journal, *plan, "--listen", "tcp://127.0.0.1:0")
     assert code == 2 and golden.text("server.no_unfinished") in output
     code, output = run("--local", "--continue")
-    assert code == 2 and golden.text("server.not_of_local") in output
+    assert code == 2 and golden.text("server.option_of", option="--continue", of="--global", kind="--local") in output
 
 
 def test_a_server_that_fails_in_its_own_code_says_where_with_an_exit_code_of_its_own(monkeypatch) -> None:

@@ -112,7 +112,7 @@ def test_a_link_that_freezes_is_given_up_and_tried_anew(server, link, uploading,
         store.finish(wait_s=300.0)
     waits, goes_on, lacks = told
     assert waits == golden.text("store.waits_for_rest", url=store.url)
-    first = f"[launch] SIGTERM: {store.url} gets the last files of this run first; a second SIGTERM ends the wait"
+    first = golden.text("store.last_files_first", url=store.url)
     assert goes_on == first
     assert golden.text("store.lacks_files", url=store.url, path=tmp_path) in lacks
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

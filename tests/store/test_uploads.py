@@ -423,7 +423,7 @@ def shorten(store: Store, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("harm", "why"),
-    [(damage, "has changed since it was written"), (shorten, r"has 18 bytes instead of 19"), (Store.remove, "")],
+    [(damage, golden.text("store.has_changed")), (shorten, golden.text("store.has_18_bytes")), (Store.remove, "")],
 )
 def test_a_damaged_newest_one_falls_back_to_the_one_before(machine, fresh, harm, why) -> None:
     for count in (8, 16):
@@ -596,9 +596,9 @@ def test_a_new_run_does_not_mix_with_an_earlier_one(machine, fresh, capsys) -> N
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("/some/folder", "is no store: give a URL, such as s3://bucket/run"),
+        ("/some/folder", golden.pattern("store.no_store")),
         ("foo://x", "the store foo://x cannot be opened: Protocol not known: foo; known are file, .*s3"),
-        ("abfs://x/y", r"needs another package: .* install it \(s3fs for s3://, .*\): \S+ -m pip install PACKAGE"),
+        ("abfs://x/y", golden.pattern("store.needs_package")),
         ("file:///proc/none", "the store file:///proc/none cannot write lsgd.json: .*; check the URL"),
     ],
 )
@@ -747,8 +747,8 @@ def ending(tmp_path, monkeypatch) -> Ending:
     return Ending(tmp_path, monkeypatch)
 
 
-HUNG_UP, TERMINATED = (f"{name}: memory://run gets the last files" for name in ("SIGHUP", "SIGTERM"))
-WAITS = "waiting up to 300 s until memory://run has the rest; Ctrl-C ends the wait"
+HUNG_UP, TERMINATED = (golden.text("store.last_files", name=name) for name in ("SIGHUP", "SIGTERM"))
+WAITS = golden.text("store.waits_up_to_300")
 
 
 def test_a_terminal_that_is_closed_does_not_end_the_wait_for_the_store(ending) -> None:
