@@ -16,9 +16,15 @@ SOON = 6
 
 CHANGES: Mapping[str, str] = {
     "learning rate": f"{FOLLOW}; a rate of your own from worker.step",
-    "batches": "loader = worker.shard(loader); a loader of your own: worker.attend('data', loader)",
     "weights": "save what the script keeps beside the optimizer, such as an EMA: extra={'ema': ema}",
 }
+DATA: Mapping[str, str] = {
+    "loader": "loader = worker.shard(loader); a loader of your own: worker.attend('data', loader)",
+    "stream": "loader = worker.loader(stream, batch_size=n); one that knows its place: worker.attend('data', stream)",
+    "by hand": "draw by worker.step, as x[(worker.step * n) % len(x):][:n]; or save where you are: "
+    "worker.attend('data', place), which has state_dict and load_state_dict",
+}
+"""The same for batches, by what they come from."""
 
 
 # -- 6 ---------------------------------------------------------------------------------------------------------
@@ -86,7 +92,14 @@ def _resumed_wrong(expected: Mapping[int, Taught], life: Life, stopped_at: int) 
             own, other = step.step["lrs"], expected[place].step["lrs"]
             what = f"resumed, its learning rate at step {place} is {_number(own)} in place of {_number(other)}"
         where = step.batches[0]["where"] if kind == "batches" and step.batches else step.step["where"]
-        yield Finding(where, what, CHANGES[kind])
+        yield Finding(where, what, DATA[_source(step)] if kind == "batches" else CHANGES[kind])
+
+
+def _source(step: Taught) -> str:
+    """Return what a step's batches come from, as in :data:`DATA`."""
+    if not step.batches:
+        return "by hand"
+    return "stream" if all(batch["rows"] is None for batch in step.batches) else "loader"
 
 
 def _number(rates: Sequence[float]) -> str:

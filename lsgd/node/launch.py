@@ -41,6 +41,7 @@ from lsgd.protocol.keys import (
     default_folder,
     is_local,
     is_there,
+    keep_token,
     node_name,
     parse_token,
     token_path,
@@ -107,6 +108,8 @@ def _launch(settings: LaunchSettings, network: str, environ: dict[str, str], hel
     known = run_folder.known(settings.run_dir, place.node) if place.node else []
     with claimed(settings.run_dir, place.node, network):
         stacks.listen("launcher", settings.run_dir)
+        if place.node and keys is not None:
+            keep_token(place.node, settings.run_dir)
         if place.node == 0 and not settings.continues:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
                 old.unlink()

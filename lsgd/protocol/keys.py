@@ -242,8 +242,8 @@ def connector_keys(
     """Return the keys that a connection to ``address`` needs; None if it needs none, or with ``insecure``.
 
     ``path``: of a token to use for any address; None: ``LSGD_TOKEN``, else the file in the default key ring, else the
-    key with which a node serves the run in ``run_folder``, if keys are needed. ``name``: of the node or operator that
-    connects.
+    key with which a node serves the run in ``run_folder``, or the token with which one has joined it
+    (:func:`keep_token`), if keys are needed. ``name``: of the node or operator that connects.
 
     Raises:
         ConfigError: the address is another machine's and there is no token, or the token is another node's.
@@ -257,6 +257,8 @@ def connector_keys(
         if not is_there(path):
             if run_folder is not None and (ring := _adopted_ring(run_folder)):
                 return ConnectorKeys(ring.folder.name.removesuffix(_RING), ring.public, ring.public, ring.secret)
+            if run_folder is not None and (kept := sorted(run_folder.glob(f"node*{TOKEN_SUFFIX}"))):
+                return connector_keys(address, kept[0], name, insecure=False)
             there = "type this on node 0, which has one, or " if name == OPERATOR else ""
             raise ConfigError(
                 f"{address} is on the network, so a token is needed: {there}make it on node 0 with `lsgd keygen`, copy "
@@ -264,6 +266,13 @@ def connector_keys(
                 f"--insecure, here and to the server)"
             )
     return _of(parse_token(read_private(path), f"the token {path}"), name)
+
+
+def keep_token(node: int, run_folder: Path) -> None:
+    """Keep the token of :data:`TOKEN_VARIABLE` in a run folder, if there is one: ``lsgd status`` is typed elsewhere."""
+    if text := os.environ.get(TOKEN_VARIABLE):
+        with contextlib.suppress(OSError):  # a full disk
+            write_private(token_path(node_name(node), run_folder), text)
 
 
 def _adopted_ring(run_folder: Path) -> KeyRing | None:

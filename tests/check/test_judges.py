@@ -7,7 +7,7 @@ from lsgd.check.costs import judge_cost
 from lsgd.check.data import judge_data
 from lsgd.check.endings import judge_calls, judge_ends, judge_model
 from lsgd.check.rates import judge_rates
-from lsgd.check.returns import judge_resume, judge_return
+from lsgd.check.returns import DATA, judge_resume, judge_return
 from lsgd.check.runs import link_all
 from lsgd.check.verdicts import Status, Verdict
 from lsgd.plan.estimate import link_of
@@ -323,6 +323,24 @@ def test_the_same_steps_are_right() -> None:
 )
 def test_what_differs_after_a_resume_is_named(wrong, words) -> None:
     says(resume(Story().steps(8), Story().steps(4), back().steps(4, **wrong)), 25, words)
+
+
+@pytest.mark.parametrize("source", ["loader", "stream", "by hand"])
+def test_what_to_write_for_other_batches_after_a_resume_fits_to_what_they_come_from(source) -> None:
+    def drawn(story: Story, *rows: int) -> Story:
+        if source == "by hand":
+            for row in rows:
+                story.tell("input", digest=f"batch {row}", where=at(24)).step()
+            return story
+        story.draws(*([row, row] for row in rows))
+        for fact in story.facts:
+            if fact["kind"] == "batch" and source == "stream":
+                fact["rows"] = None
+        return story
+
+    verdict = resume(drawn(Story(), *range(8)), drawn(Story(), *range(4)), drawn(back(), *range(4)))
+    says(verdict, 24 + (source == "by hand") - 4 * (source != "by hand"), "its batches differ from step 4 on")
+    assert verdict.findings[0].change == DATA[source]
 
 
 def test_other_random_numbers_after_a_resume_are_noted() -> None:

@@ -18,6 +18,8 @@ from lsgd.protocol.keys import (
     connector_keys,
     default_folder,
     is_local,
+    is_secret,
+    keep_token,
     listener_keys,
     parse_token,
     token_path,
@@ -219,6 +221,21 @@ class TestWhereKeysAreNeeded:
         monkeypatch.setenv("LSGD_TOKEN", "lsgd1:node1:abc")
         with pytest.raises(ConfigError, match=golden.pattern("keys.no_token")):
             connector_keys(NETWORK, None, "node1", insecure=False)
+
+    def test_on_a_node_that_has_joined_an_operator_has_its_token(self, ring, tmp_path, monkeypatch) -> None:
+        run_folder = tmp_path / "run"
+        run_folder.mkdir()
+        monkeypatch.setenv("LSGD_TOKEN", ring.token("node1"))
+        keep_token(1, run_folder)
+        monkeypatch.delenv("LSGD_TOKEN")
+        monkeypatch.setenv("LSGD_KEYS", str(tmp_path / "none"))
+        keep_token(1, tmp_path)  # it has none
+        kept = token_path("node1", run_folder)
+        assert kept.stat().st_mode & 0o777 == 0o600 and is_secret(kept) and not token_path("node1", tmp_path).exists()
+        keys = connector_keys(NETWORK, None, "operator", insecure=False, run_folder=run_folder)
+        assert keys == parse_token(kept.read_text().strip(), "token") and keys.name == "node1"
+        with pytest.raises(ConfigError):
+            connector_keys(NETWORK, None, "operator", insecure=False, run_folder=tmp_path)
 
     def test_on_a_node_that_serves_an_operator_has_the_key_with_which_it_does(self, tmp_path) -> None:
         ring = KeyRing.make(tmp_path / "keys of node 0", ["node1"])
