@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -31,12 +32,13 @@ DEADLINE_S, LOOK_S = 1800.0, 0.05
 
 @dataclass
 class Waited:
-    """Seconds from the clone on, and processor seconds until the environment was there."""
+    """Seconds from the clone on, and processor seconds until the environment was there, and until the first step."""
 
     caches: str
     environment_s: float = 0.0
     environment_processor_s: float = 0.0
     first_step_s: float = 0.0
+    first_step_processor_s: float = 0.0
     end_s: float = 0.0
 
     def cells(self) -> list[str]:
@@ -44,7 +46,10 @@ class Waited:
         return [self.caches, *(f"{x:.0f}" for x in list(asdict(self).values())[1:])]
 
 
-COLUMNS = ("caches", "s to the environment", "processor s to it", "s to the first step", "s to the end")
+COLUMNS = (
+    *("caches", "s to the environment", "processor s to it", "s to the first step", "processor s to it"),
+    "s to the end",
+)
 
 
 def wait(caches: str, cached: Path, folder: Path, commit: str) -> Waited:
@@ -74,20 +79,30 @@ def wait(caches: str, cached: Path, folder: Path, commit: str) -> Waited:
             if now > DEADLINE_S:
                 process.terminate()
                 raise subprocess.TimeoutExpired(COMMAND, now)
-            waited.first_step_s = waited.first_step_s or (now if _steps(metrics) else 0.0)
+            if not waited.first_step_s and _steps(metrics):
+                waited.first_step_s, waited.first_step_processor_s = now, _processor_s(process.pid)
             data = process.stdout.read()
             is_open = data != b""
             *lines, unfinished = (unfinished + (data or b"")).split(b"\n")
             for line in lines:
                 if line.startswith(b"[launch]") and not waited.environment_s:
                     waited.environment_s = now
-                    waited.environment_processor_s = sum(psutil.Process(process.pid).cpu_times()[:4])
+                    waited.environment_processor_s = _processor_s(process.pid)
                 print(f"{now:7.1f}  {line.decode(errors='replace')}", flush=True)
         status = process.wait()
     waited.end_s = time.monotonic() - begun
     if status:
         raise subprocess.CalledProcessError(status, COMMAND)
     return waited
+
+
+def _processor_s(pid: int) -> float:
+    """Return the processor seconds of a process, of those below it, and of those below it that have ended."""
+    spent = 0.0
+    for each in [own := psutil.Process(pid), *own.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            spent += sum(each.cpu_times()[:4])
+    return spent
 
 
 def _steps(metrics: Path) -> int:

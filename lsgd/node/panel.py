@@ -92,7 +92,7 @@ def line(run: RunView) -> str:
     for worker in here:
         made[worker.worker.partition("/")[0]] += worker.done
     cells = [f"{now.count} of {now.iterations} iterations" if now.iterations else f"{now.count} iterations"]
-    cells += [f"{run.rate:.3g}/s"] * bool(run.rate)
+    cells += [f"{run.rate:.3g}/s"] if run.rate else []
     cells += [f"loss {now.loss:.4g}"] if now.loss is not None else []
     if now.state == "running" and run.left_s is not None:
         cells.append(f"{duration(round(run.left_s))} left")

@@ -121,6 +121,13 @@ def test_a_line_has_the_same_and_each_nodes_share_and_who_is_away():
     assert line(run_of(2)) == golden.text("panel.status")
 
 
+def test_a_line_of_a_run_that_waits_has_no_rate():
+    run = run_of(2)
+    waits = replace(run.now, state="waiting", code="waiting", reason="2 of 4 workers have joined", count=1000)
+    run.take(Batch((Event(3, 30.0, RunProgress(waits, ())),), connected=True))
+    assert run.rate is None and line(run).startswith("1000 of 2000 iterations; loss 0.25; node0 50%")
+
+
 def test_a_line_names_workers_whose_losses_are_no_numbers_any_more():
     run = run_of(3)
     for seq, loss in ((3, 0.5), (4, None)):
