@@ -5,6 +5,7 @@ A table stands between ``<!-- table: WHAT -->`` and ``<!-- end of table -->``, w
 - ``network LINK NODES``: step times at one place (benchmarks/network),
 - ``fastest baselines``: Leader SGD in 8 bits beside the fastest baseline of each place,
 - ``convergence TASK``: steps to a target (benchmarks/convergence),
+- ``convergence-NAME TASK``: final losses, with their errors (the same),
 - ``endtoend``, ``endtoend-TASK [LOSS]``: seconds to the task's target, or to a loss (benchmarks/endtoend),
 - ``endtoend-worth``: what two machines were worth, beside what ``lsgd estimate`` says (benchmarks/endtoend/worth.py),
 - ``memory``: bytes per parameter (benchmarks/memory),
@@ -19,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.convergence.tables import task_table
+from benchmarks.convergence.tables import loss_table, task_table
 from benchmarks.endtoend.tables import table_of
 from benchmarks.endtoend.worth import worth_table
 from benchmarks.gpu import tables as gpu
@@ -52,6 +53,8 @@ def _table(what: str, page: Path) -> str:
             found = fastest_baselines(_results("network"))
         case ["convergence", task]:
             found = task_table(_results("convergence"), task)
+        case [benchmark, task] if benchmark.startswith("convergence-"):
+            found = loss_table(_results(benchmark), task)
         case ["endtoend-worth"]:
             found = worth_table([_found(path.stem) for path in sorted(RESULTS.glob("endtoend-*.json"))])
         case [benchmark, *target] if benchmark.startswith("endtoend"):
