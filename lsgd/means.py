@@ -4,6 +4,11 @@ import math
 from collections.abc import Collection, Iterable
 
 
+def finite(number: float | None) -> float | None:
+    """Return a finite number as it is, and None for any other: JSON has no NaN, and NaN cannot be compared."""
+    return number if number is not None and math.isfinite(number) else None
+
+
 def mean_of(numbers: Collection[float]) -> float:
     """Return the mean of at least one number, by their exact sum.
 
@@ -18,5 +23,5 @@ def mean_of(numbers: Collection[float]) -> float:
 
 def mean_of_finite(numbers: Iterable[float | None]) -> float | None:
     """Return the mean of the finite numbers; None: there are none, or their mean is not finite."""
-    finite = [number for number in numbers if number is not None and math.isfinite(number)]
-    return mean if finite and math.isfinite(mean := mean_of(finite)) else None
+    finites = [number for number in numbers if number is not None and math.isfinite(number)]
+    return finite(mean_of(finites)) if finites else None

@@ -3,32 +3,27 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from lsgd.protocol.messages import GenerationOver, Go, Recall, Refused, Round, Stop, Waiting
+from lsgd.protocol.messages import GenerationOver, Go, Recall, Refused, Stop, Waiting
 from lsgd.server.next_step import awaited
 from lsgd.server.reasons import Why
-from lsgd.server.roster import Member, MemberState
+from lsgd.server.roster import Member, MemberState, OpenRound
 from lsgd.server.state import RunState
 
 
-def give(state: RunState, member: Member, seq: int, most: int = 1) -> bool:
-    """Answer the request ``seq`` with up to ``most`` iterations; return whether both queues had a token."""
-    queue = state.roster.queue_of(member)
-    if queue is None or not member.synced or not member.iterates or not state.ledger.has_token(queue):
-        return False
-    if state.course.schedule.lockstep:  # every iteration is a round: a grant that came back is no token
-        return False
+def give(state: RunState, member: Member, seq: int, iterations: int) -> None:
+    """Answer the request ``seq`` with iterations."""
     member.asked = replace(member.asked, seq=seq)
-    iterations = state.ledger.grant(member, queue, most, state.roster.live)
-    _go(state, member, None, iterations)
-    return True
+    _reply(state, member, Go(seq, None, state.share(state.now), iterations), MemberState.BUSY)
 
 
-def order(state: RunState, member: Member, order: Round) -> None:
-    """Answer a held request with a round and, unless that is the final one, an iteration."""
-    if order.final:
-        _reply(state, member, Stop(member.seq, order, state.stopping), MemberState.BUSY)
-    else:
-        _go(state, member, order, 1)
+def order(state: RunState, members: Iterable[Member], opened: OpenRound) -> None:
+    """Answer the held requests of a round's members with it and, unless it is the final one, an iteration."""
+    state.roster.enter(opened)
+    progress, order = state.share(state.now), opened.round
+    for member in members:
+        final = Stop(member.seq, order, state.stopping) if order.final else None
+        member.answer = final or Go(member.seq, order, progress, 1)
+        state.answer(member, member.answer)
 
 
 def dismiss(state: RunState, member: Member) -> None:
@@ -60,10 +55,6 @@ def recall(state: RunState, members: Iterable[Member]) -> None:
         del lent[member]
         if member.granted > 2:
             state.answer(member, Recall())
-
-
-def _go(state: RunState, member: Member, order: Round | None, iterations: int) -> None:
-    _reply(state, member, Go(member.seq, order, state.share(state.now), iterations), MemberState.BUSY)
 
 
 def _reply(state: RunState, member: Member, answer: Go | Stop, after: MemberState) -> None:

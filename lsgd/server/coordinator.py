@@ -49,7 +49,7 @@ from dataclasses import replace
 
 from lsgd.errors import ConfigError
 from lsgd.plan.run import LENGTH_SETTINGS, RunSettings
-from lsgd.protocol.events import RunChanged, SettingsChanged
+from lsgd.protocol.events import SettingsChanged
 from lsgd.protocol.messages import (
     Completed,
     Data,
@@ -73,11 +73,11 @@ from lsgd.protocol.messages import (
     Upward,
 )
 from lsgd.protocol.wants import Call, More
-from lsgd.server import admission, answers, calls, endings, evictions, scheduler, succession
+from lsgd.server import admission, answers, endings, evictions, scheduler, succession
 from lsgd.server.life import Stage
 from lsgd.server.reasons import NO_REASON, Reason, Why
 from lsgd.server.roster import Member, MemberState
-from lsgd.server.state import UNSAID, Decision, RunState
+from lsgd.server.state import Decision, RunState
 from lsgd.server.succession import Outcome
 from lsgd.settings import changed, fields
 
@@ -89,12 +89,11 @@ class Coordinator:
     """Decides for one run; handle, tick, closed, meet, stop and change are the only ways in.
 
     What arrives goes one way: here its facts enter the state, in admission and endings what follows from them for
-    others; then the scheduler decides what is next, and answers. Only the coordinator changes the state from then on.
+    others; then pure rules (next_step) say what is next, and the scheduler carries it out.
     """
 
     def __init__(self, state: RunState) -> None:
         self.state = state
-        self._stage = state.stage  # as last published
 
     def handle(self, message: Upward | NodeHello | NodeLeave | StopRun, now: float) -> Decision:
         """Take in one message and return what to do; ``now``: seconds of any clock that never goes back."""
@@ -110,12 +109,14 @@ class Coordinator:
                 admission.node_leaves(self.state, node, Why.NODE_ENDS(notice=reason))
             case _ if (member := self._sender(message)) is not None:
                 member.heard_at = now
-                evictions.hear_again(self.state, member)
+                if member.state is MemberState.SILENT:
+                    evictions.hear_again(self.state, member)
                 self._from_member(member, message)
             case Request(worker) | Pause(worker):
                 unknown = Why.UNKNOWN(worker=worker, run=self.state.run)
                 self.state.answer_to(message, Evicted(unknown, self.state.run))
-        return self._decide()
+        scheduler.advance(self.state)
+        return self.state.decided()
 
     def tick(self, now: float) -> Decision:
         """Act on time alone: leases, deadlines, the run's length. Call it a few times a second."""
@@ -197,24 +198,16 @@ class Coordinator:
         state.now = now
 
     def _decide(self) -> Decision:
-        calls.conclude(self.state)
         scheduler.advance(self.state)
-        state, happened = self.state, self.state.roster.happened
-        if happened or state.over:
-            state.outbox.said = UNSAID
-            if state.stage != self._stage:
-                self._stage, reason = state.stage, state.stopping or state.joined()
-                state.happened(RunChanged(self._stage, reason.code, str(reason)))
-            state.outbox.decision.happened, state.roster.happened = happened, []
-        return state.outbox.take()
+        return self.state.decided()
 
     def _sender(self, message: Upward) -> Member | None:
         """Return the member that sent a message; an evicted worker may become a member again."""
         state = self.state
-        member = state.roster.find(message.worker, message.incarnation)
-        if member is None and not state.closed:
-            member = evictions.take_back(state, message.worker, message.incarnation)
-        return member
+        member = state.roster.members.get(message.worker)
+        if member is not None and member.join.incarnation == message.incarnation:
+            return member
+        return None if state.closed else evictions.take_back(state, message.worker, message.incarnation)
 
     def _from_member(self, member: Member, message: Upward) -> None:
         if self.state.tenure.took_over and isinstance(message, Request):
@@ -240,8 +233,7 @@ class Coordinator:
             case Pause():
                 self._pause(member, message)
             case Leave(_, _, done, failed, reason, committed):
-                endings.settle(self.state, member, done)
-                endings.committed(self.state, member, committed)
+                endings.settle(self.state, member, done, committed)
                 admission.remove(self.state, member, Why.FAILED(error=reason) if failed else Why.LEFT(farewell=reason))
             case Data():
                 self._check_data(member, self.state.data.learned(member, message))
@@ -275,16 +267,13 @@ class Coordinator:
             endings.use(state, member, request.done, keep)
             answers.repeat(state, member)
             return
-        endings.settle(state, member, request.done)
-        endings.committed(state, member, request.committed, lacking=request.lacking)
-        endings.left_round(state, member, Why.PASSED_OVER)
-        state.roster.asks(member, request)
-        member.held_at = state.progress.moved_at = state.now
+        endings.settle(state, member, request.done, request.committed, Why.PASSED_OVER, lacking=request.lacking)
+        state.progress.moved_at = state.now
         if member.state is MemberState.PAUSED or member.state is MemberState.STRAGGLER:
             state.ledger.released = True
         cut = state.links.bars(member.worker, state.now)
         barred = state.links.words(member.worker, state.now) if cut else NO_REASON
-        state.roster.move(member, MemberState.CUT if cut else MemberState.HELD, barred)
+        state.roster.asks(member, request, state.now, barred)
         scheduler.serve(state, member)
 
     def _was_left_out(self, member: Member) -> bool:
@@ -309,7 +298,7 @@ class Coordinator:
         endings.committed(self.state, member, request.committed)
         most = self.state.plan.run.lookahead + 1 - member.granted
         current = member.state is MemberState.BUSY and member.round is None and not member.leaving
-        if current and request.seq > member.seq and most > 0 and answers.give(self.state, member, request.seq, most):
+        if current and request.seq > member.seq and most > 0 and scheduler.give(self.state, member, request.seq, most):
             self.state.progress.moved_at = self.state.now
 
     def _pause(self, member: Member, pause: Pause) -> None:
@@ -317,9 +306,7 @@ class Coordinator:
         if steps_aside and pause.seq >= member.seq:
             if pause.seq > member.seq:  # this server was restarted after it had answered that request
                 member.asked, member.answer = replace(member.asked, seq=pause.seq), None
-            endings.settle(self.state, member, pause.done)
-            endings.committed(self.state, member, pause.committed)
-            endings.left_round(self.state, member, Why.PAUSED)
+            endings.settle(self.state, member, pause.done, pause.committed, Why.PAUSED)
             self.state.roster.move(member, MemberState.PAUSED, Why.PAUSES(worker=member.worker))
         if member.call and pause.seq >= member.seq:  # it was interrupted there
             self.state.roster.goes_on(member)

@@ -25,6 +25,8 @@ WORTH = 1.02
 
 SHORTEST_STEP_S = 1e-6
 
+PLANNED = Why.PLANNED()
+
 
 class Pace:
     """Times a run as its server sees it, and chooses the period and the delay from that.
@@ -100,7 +102,7 @@ class Pace:
         """
         self.period, self.delay = period or self.period, self.delay if delay is None else delay
         if period is not None and delay is not None:
-            return Why.PLANNED()
+            return PLANNED
         if not (self._rounds_s and self._steps_s) or (self.delay and not self._transfers_s):
             return Why.UNMEASURED()
         step_s = max(SHORTEST_STEP_S, statistics.median_high(self._steps_s))
@@ -145,6 +147,7 @@ class Course:
         number: index of the current phase, from 0.
         algorithm: as of the last global round.
         next_algorithm: as planned from the next global round on; its period and its delay may be ``auto``.
+        text: the algorithm's name and settings, as JSON.
         why: reason for the period and the delay.
     """
 
@@ -153,13 +156,14 @@ class Course:
         self.phases = phases
         self.ends = [*accumulate(phase.iterations for phase in phases[:-1]), math.inf]
         algorithm = phases[0].algorithm
-        self.begin(Stretch(0, algorithm, algorithm, Pace(), Why.PLANNED()))
+        self.begin(Stretch(0, algorithm, algorithm, Pace(), PLANNED))
 
     def begin(self, stretch: Stretch) -> None:
         """Follow a stretch from now on."""
         self.changes.count += 1
         self.number, self.next_algorithm, self.algorithm = stretch.number, stretch.planned, stretch.algorithm
         self.schedule, self.pace, self.why = stretch.algorithm.schedule(), stretch.pace, stretch.why
+        self.text = json.dumps(table_of(stretch.algorithm))
 
     def change(self, changes: Mapping[str, str]) -> None:
         """Change settings of the algorithm, all or none, from the next global round on.
@@ -218,7 +222,3 @@ class Course:
         self.next_algorithm = self.phases[self.number].algorithm
         self.pace = Pace()
         return True
-
-    def to_json(self) -> str:
-        """Return the algorithm's name and settings as JSON text."""
-        return json.dumps(table_of(self.algorithm))

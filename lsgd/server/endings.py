@@ -5,13 +5,14 @@ This file implements rules 6, 7, 9 and 11 at the top of :mod:`lsgd.server.coordi
 
 from collections.abc import Iterable, Sequence
 
+from lsgd.means import finite
 from lsgd.protocol.events import RoundCompleted, RoundFailed
 from lsgd.protocol.messages import GenerationOver, Refused
 from lsgd.server import answers
 from lsgd.server.life import Stage
 from lsgd.server.links import named_pairs
 from lsgd.server.reasons import Reason, Why, number_of
-from lsgd.server.roster import Has, Member, MemberState, OpenRound, finite, named
+from lsgd.server.roster import Has, Member, MemberState, OpenRound, named
 from lsgd.server.state import RunState
 
 EXCHANGE_STEPS = 10
@@ -58,10 +59,27 @@ def close(state: RunState) -> None:
         answers.dismiss(state, member)
 
 
-def settle(state: RunState, member: Member, done: int) -> None:
-    """Count what a member has done; its unused grant goes back."""
-    use(state, member, done)
-    state.ledger.settle(member, state.roster.queue_of(member), stopping=bool(state.stopping))
+def settle(
+    state: RunState,
+    member: Member,
+    done: int,
+    round_id: int = 0,
+    skips: Why | None = None,
+    *,
+    lacking: bool = False,
+) -> None:
+    """Count what a member has done, and the round that it has completed; its unused grant goes back.
+
+    ``round_id``: the last one that it has completed; ``skips``: why it will not complete the one that it is in, None if
+    it may yet; ``lacking``: as in :class:`Completed`.
+    """
+    state.ledger.settle(member, done, state.roster.queues, stopping=bool(state.stopping))
+    if member.rank < 0 or state.course.schedule.identical:
+        settle_own(state, member)
+    if round_id > member.record.committed:
+        committed(state, member, round_id, lacking=lacking)
+    if skips is not None and member.round is not None:
+        left_round(state, member, skips)
 
 
 def use(state: RunState, member: Member, done: int, keep: int = 0) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lsgd.errors import ConfigError, ProtocolError
+from lsgd.means import finite
 from lsgd.plan.plan import Plan, algorithm_of, table_of
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.fields import build, values_of
@@ -29,11 +30,11 @@ from lsgd.server.changes import Changes
 from lsgd.server.course import Pace, Stretch
 from lsgd.server.daemon import tell
 from lsgd.server.data import DataBook
-from lsgd.server.ledger import Ledger
+from lsgd.server.ledger import Account, Ledger
 from lsgd.server.life import Life
 from lsgd.server.links import Ways
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Account, Asked, Entry, Has, Member, MemberState, OpenRound, Record, Roster, finite
+from lsgd.server.roster import Asked, Entry, Has, Member, MemberState, OpenRound, Record, Roster
 from lsgd.server.rounds import MAX_ELECTIONS, RoundBook
 from lsgd.server.state import Gathering, Progress, RunState
 from lsgd.server.tenure import Tenure

@@ -1,11 +1,48 @@
 """The ledger of iterations: the exact count, and the tokens from which each is granted."""
 
-from collections.abc import Iterable, Sequence
+from __future__ import annotations
 
-from lsgd.server.roster import Member, NodeQueue
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lsgd.server.roster import Member, NodeQueue
 
 LOOKAHEAD_SHARE = 4
 """A grant ahead is at most this fraction (one part in so many) of an equal share of the tokens left."""
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """What a worker was granted, and what it has made of that; the ledger has the sums.
+
+    Args:
+        granted: iterations granted and not yet reported done; for a STRAGGLER that has been silent since the server
+            was restarted, as many as it may have made.
+        done: iterations that it has reported.
+        shared: how many of them no longer depend on it: they are in the model of a global round that all have
+            completed, or are lost.
+    """
+
+    granted: int = 0
+    done: int = 0
+    shared: int = 0
+
+    def use(self, done: int, keep: int) -> tuple[int, int]:
+        """Count what it has ``done``; return how much more that is, and how much of that its grant did not cover.
+
+        ``keep``: iterations of its grant that are not touched.
+        """
+        made = max(0, done - self.done)
+        used = min(made, max(0, self.granted - keep))
+        self.done += made
+        self.granted -= used
+        return made, made - used
+
+    def share(self, done: int) -> None:
+        """Note that the first ``done`` iterations no longer depend on it."""
+        self.shared = max(self.shared, done)
 
 
 class Ledger:
@@ -34,7 +71,7 @@ class Ledger:
     def grant(self, member: Member, queue: NodeQueue, most: int, live: int) -> int:
         """Grant up to ``most`` iterations, limited to the share of one of ``live`` members, and return how many.
 
-        At least one: the caller has checked that both queues have it (:meth:`has_token`).
+        At least one: the caller has checked that both queues have it.
         """
         iterations = 1
         if most > 1:
@@ -46,10 +83,6 @@ class Ledger:
         if member.granted > 2:
             self.lent[member] = None
         return iterations
-
-    def has_token(self, queue: NodeQueue) -> bool:
-        """Whether both queues have a token."""
-        return self.tokens >= 1 and queue.tokens >= 1
 
     def begin_round(
         self, members: Sequence[Member], tokens: float, queues: Iterable[NodeQueue], per_member: float
@@ -64,14 +97,15 @@ class Ledger:
         for member in members:
             member.account.granted += 1
 
-    def settle(self, member: Member, queue: NodeQueue | None, *, stopping: bool) -> None:
-        """Give a member's unused grant back to the queues.
+    def settle(self, member: Member, done: int, queues: Mapping[int, NodeQueue], *, stopping: bool) -> None:
+        """Count what a member has done, and give its unused grant back to the run's queue and its node's.
 
-        Without a ``queue`` it is outside the generation, and the next global round recounts what is left.
+        For one outside the generation, the next global round recounts what is left. ``queues``: by node.
         """
-        if member.granted and queue is not None and not stopping:
+        self.use(member, done)
+        if member.granted and member.rank >= 0 and not stopping:
             self.tokens += member.granted
-            queue.tokens += member.granted
+            queues[member.join.node].tokens += member.granted
             self.released = True
         member.account.granted = 0
 

@@ -3,7 +3,7 @@
 They decide rules 3, 4, 10, 12, 13 and 16 at the top of :mod:`lsgd.server.coordinator`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lsgd.protocol.messages import Origin
@@ -12,7 +12,7 @@ from lsgd.server.course import Stretch
 from lsgd.server.greetings import origin_of
 from lsgd.server.life import Stage
 from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Has, Member, MemberState, by_place, model_of
+from lsgd.server.roster import AWAY, Group, Has, Member, MemberState, by_place, model_of
 from lsgd.server.state import RunState
 from lsgd.server.waits import Wait
 
@@ -102,6 +102,9 @@ class Train:
     tokens: float
 
 
+Here = Mapping[MemberState, Group]
+"""The members by state, as of one decision."""
+
 Step = HoldAgain | LimitWait | GoBack | Lost | Pause | EndRun | Close | Finish | Final | Serve | Train
 
 _ENDED, _JOINING, _CONSENSUS = Wait(waits.ended), Wait(waits.joining), Wait(waits.consensus)
@@ -122,8 +125,9 @@ def choose(state: RunState) -> Step | Wait:
         return Close() if state.stopping else _JOINING
     if roster.held < roster.live:
         return _OTHERS if roster.held else _TRAINING
-    back = _call_back(state) or _let_back(state)
-    return back or (_when_all_are_held(state) if roster.live else _ALL_AWAY)
+    here = roster.groups()
+    back = _call_back(state, here) or _let_back(state, here)
+    return back or (_when_all_are_held(state, here) if roster.live else _ALL_AWAY)
 
 
 def waits_for(state: RunState, now: float) -> Reason:
@@ -143,33 +147,39 @@ def awaited(state: RunState, member: Member) -> Reason:
     return calls.awaited(state, member.call) if member.call else waits_for(state, state.now)
 
 
-def _call_back(state: RunState) -> HoldAgain | None:
+def _within(here: Here, states: Collection[MemberState]) -> Group:
+    """Return the members in some states as one group."""
+    groups = [here[each] for each in states]
+    return Group([m for group in groups for m in group.members], max(group.model for group in groups))
+
+
+def _call_back(state: RunState, here: Here) -> HoldAgain | None:
     """Call members back that have finished if they have the run's model, and nobody else has."""
-    if state.stopping or not (finished := state.roster.within(MemberState.FINISHED)):
+    finished = here[MemberState.FINISHED]
+    if state.stopping or not finished.members:
         return None
-    over = (MemberState.FINISHED, MemberState.ENDED)
-    others = (m for m in state.roster.members.values() if m.state not in over)
-    return HoldAgain(finished) if model_of(finished) > model_of(others) else None
+    others = _within(here, [each for each in MemberState if each not in (MemberState.FINISHED, MemberState.ENDED)])
+    return HoldAgain(finished.members) if finished.model > others.model else None
 
 
-def _let_back(state: RunState) -> HoldAgain | None:
+def _let_back(state: RunState, here: Here) -> HoldAgain | None:
     """Let cut-off members back whose time is over; all of them if nobody else is left, or only they have the model."""
-    cut = state.roster.within(MemberState.CUT)
-    left = state.roster.within(MemberState.HELD, MemberState.BUSY, MemberState.STRAGGLER, MemberState.PAUSED)
-    relents = not left or model_of(cut) > model_of(left)
-    back = [m for m in cut if relents or not state.links.bars(m.worker, state.now)]
+    cut = here[MemberState.CUT]
+    left = _within(here, (MemberState.HELD, MemberState.BUSY, MemberState.STRAGGLER, MemberState.PAUSED))
+    relents = not left.members or cut.model > left.model
+    back = [m for m in cut.members if relents or not state.links.bars(m.worker, state.now)]
     return HoldAgain(back, relents) if back else None
 
 
-def _when_all_are_held(state: RunState) -> Step | Wait:
-    members = held(state)
+def _when_all_are_held(state: RunState, here: Here) -> Step | Wait:
+    members, away = here[MemberState.HELD].members, _within(here, AWAY)
     if state.roster.generation is None:
         if not _begun(state, members):
             return GoBack(_origin(members), members)
-    elif obstacle := _awaits_model(state, members):
+    elif obstacle := _awaits_model(state, here[MemberState.HELD], away):
         return obstacle
     if state.stopping:
-        return _last(state)
+        return _last(state, here)
     out = [m for m in state.roster.members.values() if m.granted]  # stragglers: nobody is busy now
     lost = sum(m.unshared for m in state.roster.left.values())
     given = state.ledger.count - lost + sum(m.granted for m in out)
@@ -178,20 +188,20 @@ def _when_all_are_held(state: RunState) -> Step | Wait:
     if given >= state.limit:
         return EndRun(state.all_made(out))
     if not any(m.iterates for m in members):  # those that stay must get the run's model first
-        if state.roster.away() or missing(state):
+        if away.members or missing(state):
             return Wait(waits.last_holders)
         over = Why.ALL_FINISHED if any(m.asked.steps for m in members) else Why.ALL_LEAVE
         return EndRun(over(count=state.ledger.count))
     return _training(state, members, given)
 
 
-def _last(state: RunState) -> Step | Wait:
+def _last(state: RunState, here: Here) -> Step | Wait:
     """Return the next step of a run that stops."""
-    if state.roster.within(MemberState.PAUSED) and not _overdue(state):
+    if here[MemberState.PAUSED].members and not _overdue(state):
         return _for_those_away(state, Wait(waits.paused))
-    if state.roster.within(MemberState.SILENT) and not state.book.hopeless:
+    if here[MemberState.SILENT].members and not state.book.hopeless:
         return Wait(waits.leases)
-    return Close() if state.book.hopeless else Final(held(state))
+    return Close() if state.book.hopeless else Final(here[MemberState.HELD].members)
 
 
 def _for_those_away(state: RunState, wait: Wait) -> Step | Wait:
@@ -199,12 +209,7 @@ def _for_those_away(state: RunState, wait: Wait) -> Step | Wait:
     return LimitWait() if state.life.stage is Stage.STOPPING else wait
 
 
-def held(state: RunState) -> list[Member]:
-    """Return the members that are held, in rank order."""
-    return sorted(state.roster.within(MemberState.HELD), key=by_place)
-
-
-def _training(state: RunState, members: list[Member], given: int) -> Step:
+def _training(state: RunState, members: Sequence[Member], given: int) -> Step:
     """Return the next step of a run that continues after ``given`` iterations, granted ones included."""
     count = state.ledger.count
     progress = state.share(state.now) if state.has_end else None
@@ -232,20 +237,19 @@ def _training(state: RunState, members: list[Member], given: int) -> Step:
     return Train(stretch, leaving, members, max(len(members), min(schedule.period * training, left)))
 
 
-def _awaits_model(state: RunState, members: Sequence[Member]) -> Step | Wait | None:
-    """Return what must happen first because none of ``members`` has the run's model; None: some have it.
+def _awaits_model(state: RunState, held: Group, away: Group) -> Step | Wait | None:
+    """Return what must happen first because none of those ``held`` has the run's model; None: some have it.
 
     They alone would start over and overwrite what the run has learned. An older model of this run is better than none,
     and so is a checkpoint. With nothing to continue from, the run ends.
     """
-    away = [] if _overdue(state) else state.roster.away()
-    if model_of(away) > model_of(members):
+    if away.model > held.model and not _overdue(state):
         return _for_those_away(state, Wait(waits.model_away))
-    if model_of(members) or not state.ledger.count:
+    if held.model or not state.ledger.count:
         return None
-    run, origin = state.plan.run, _origin(members)
+    run, origin = state.plan.run, _origin(held.members)
     if origin.iterations or run.restart_from_scratch:
-        return GoBack(origin, members)
+        return GoBack(origin, held.members)
     few = not state.suffices(len(state.roster.members)) and not state.stopping
     stranded = state.life.stage is Stage.STRANDED
     fails = not few or (stranded and state.now - state.life.since > run.join_timeout_s)

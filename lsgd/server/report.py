@@ -11,13 +11,13 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-from lsgd.means import mean_of_finite
+from lsgd.means import finite, mean_of_finite
 from lsgd.output import append, write_whole
 from lsgd.protocol.events import RoundOrdered, RunProgress, Summary, WorkerProgress
 from lsgd.protocol.messages import MAX_LOGGED, MAX_LOGGED_NAME, MAX_NBYTES, MAX_OWN, Heartbeat
 from lsgd.run_folder import METRICS, RESULT
 from lsgd.server.next_step import waits_for
-from lsgd.server.roster import Member, Roster, by_place, finite
+from lsgd.server.roster import Member, Roster, by_place
 from lsgd.server.state import RunState
 
 MAX_LEADERS = 1000

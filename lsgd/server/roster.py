@@ -5,13 +5,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
+from typing import NamedTuple
 
-from lsgd.election import standing, usual_loss
+from lsgd.election import usual_loss
+from lsgd.means import finite
 from lsgd.protocol.events import Happening, WorkerChanged, WorkerJoined
 from lsgd.protocol.messages import Generation, Go, Heartbeat, Join, Request, Round, Stop
 from lsgd.protocol.wants import STEP, Call, End, Step, Want
 from lsgd.protocol.wants import Round as LastRound
 from lsgd.server.changes import Changes
+from lsgd.server.ledger import Account
 from lsgd.server.reasons import NO_REASON, Reason, Why
 
 
@@ -100,6 +103,9 @@ class Has(enum.IntEnum):
     """It has completed the last global round, or is where the run's checkpoint is."""
 
 
+AWAY = (MemberState.JOINED, MemberState.STRAGGLER, MemberState.SILENT, MemberState.CUT, MemberState.PAUSED)
+"""The states of members that are outside rounds now, but may take part later."""
+
 MAX_LEFT = 4096
 """How many departed workers are remembered."""
 
@@ -118,38 +124,6 @@ class Asked:
     wants: Want = STEP
     loss: float | None = None
     steps: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Account:
-    """What a worker was granted, and what it has made of that; the ledger has the sums.
-
-    Args:
-        granted: iterations granted and not yet reported done; for a STRAGGLER that has been silent since the server
-            was restarted, as many as it may have made.
-        done: iterations that it has reported.
-        shared: how many of them no longer depend on it: they are in the model of a global round that all have
-            completed, or are lost.
-    """
-
-    granted: int = 0
-    done: int = 0
-    shared: int = 0
-
-    def use(self, done: int, keep: int) -> tuple[int, int]:
-        """Count what it has ``done``; return how much more that is, and how much of that its grant did not cover.
-
-        ``keep``: iterations of its grant that are not touched.
-        """
-        made = max(0, done - self.done)
-        used = min(made, max(0, self.granted - keep))
-        self.done += made
-        self.granted -= used
-        return made, made - used
-
-    def share(self, done: int) -> None:
-        """Note that the first ``done`` iterations no longer depend on it."""
-        self.shared = max(self.shared, done)
 
 
 @dataclass(slots=True, eq=False)
@@ -368,6 +342,13 @@ class OpenRound:
             self.sent_nbytes += member.record.sends(total)
 
 
+class Group(NamedTuple):
+    """Members in rank order, and the best model of the run that one of them has (:func:`model_of`)."""
+
+    members: Sequence[Member]
+    model: Has
+
+
 class Roster:
     """The members of the run and of its current generation, with the counts that every decision needs.
 
@@ -440,16 +421,18 @@ class Roster:
 
     def away(self) -> list[Member]:
         """Return the members that are outside rounds now, but may take part later."""
-        out = (MemberState.STRAGGLER, MemberState.SILENT, MemberState.CUT)
-        return self.within(MemberState.JOINED, *out, MemberState.PAUSED)
+        return self.within(*AWAY)
 
     def holders(self) -> list[Member]:
         """Return the members that have the run's model and have not ended."""
         return [m for m in self.members.values() if m.synced and m.state is not MemberState.ENDED]
 
-    def queue_of(self, member: Member) -> NodeQueue | None:
-        """Return the queue of the member's node in the current generation, None outside it."""
-        return self.queues[member.join.node] if member.rank >= 0 else None
+    def groups(self) -> dict[MemberState, Group]:
+        """Return all members by their state."""
+        found: dict[MemberState, list[Member]] = {state: [] for state in MemberState}
+        for member in sorted(self.members.values(), key=by_place):
+            found[member.state].append(member)
+        return {state: Group(members, model_of(members)) for state, members in found.items()}
 
     def move(self, member: Member, state: MemberState, reason: Reason = NO_REASON) -> None:
         """Change a member's state.
@@ -477,12 +460,20 @@ class Roster:
             self.queues[member.join.node].held += held
             self.absent -= live
 
-    def asks(self, member: Member, request: Request) -> None:
-        """Note what a member's new request says; its state follows."""
+    def asks(self, member: Member, request: Request, now: float, barred: Reason = NO_REASON) -> None:
+        """Hold a member's new request; ``barred``: why it is CUT instead, if it is."""
         if not (member.iterates and isinstance(request.wants, Step)):
             self.changes.count += 1
         member.asked = Asked(request.seq, request.wants, request.loss, request.steps)
-        member.answer = None
+        member.answer, member.held_at = None, now
+        self.move(member, MemberState.CUT if barred else MemberState.HELD, barred)
+
+    def enter(self, opened: OpenRound) -> None:
+        """Let held members be about a round that has been ordered."""
+        for member in opened.waiting:
+            member.round = opened
+            member.record.reports(member.asked.loss)
+            self.move(member, MemberState.BUSY)
 
     def goes_on(self, member: Member) -> None:
         """Note that a member waits in no call any more: it has an answer, or was interrupted."""
@@ -572,19 +563,6 @@ by_place = attrgetter("place")
 def model_of(members: Iterable[Member]) -> Has:
     """Return the best model from which a run can continue that one of ``members`` has."""
     return max((m.has for m in members if m.has is not Has.PARTS), default=Has.NOTHING)
-
-
-def elect(members: list[Member], rule: str, lot: str) -> Member:
-    """Return the member that a rule of :mod:`lsgd.election` prefers; ties go to the first in rank order.
-
-    ``lot`` names the run and the round.
-    """
-    return min(members, key=lambda m: (standing(rule, m.electable_loss, m.record.usual, f"{lot} {m.worker}"), m.place))
-
-
-def finite(loss: float | None) -> float | None:
-    """Return a finite loss as it is, and None for any other: JSON has no NaN, and NaN cannot be compared."""
-    return loss if loss is not None and math.isfinite(loss) else None
 
 
 def transfer_of(members: Iterable[Member], most: int = 120) -> str:

@@ -1,19 +1,25 @@
 """The rounds of a run: who leads, what is open, completed and failed, and when checkpoints are due."""
 
+from __future__ import annotations
+
 import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+from lsgd.election import standing
 from lsgd.means import mean_of_finite
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.events import RoundOrdered
 from lsgd.protocol.messages import Go, Round, Stop
 from lsgd.server.changes import Changes
-from lsgd.server.reasons import Reason, Why
-from lsgd.server.roster import Has, Member, NodeQueue, OpenRound, elect
+from lsgd.server.reasons import NO_REASON, Reason, Why
+from lsgd.server.roster import Has, Member, NodeQueue, OpenRound
+
+if TYPE_CHECKING:
+    from lsgd.server.state import RunState
 
 MAX_FAILED_ROUNDS = 10
 """Failed rounds, without a completed global one between them, that end the run."""
@@ -134,14 +140,19 @@ class RoundBook:
         """Note that a global round of ``members`` is completed while so many ``workers`` are in the run."""
         self._shares.append(min(1.0, members / max(1, workers)))
 
-    def line_due(self, round_id: int, now: float) -> bool:
-        """Whether a round that is ordered now gets a line in the log."""
-        due = round_id <= FIRST_LINES or now - self._line_at >= LINES_EVERY_S
-        self._line_at = now if due else self._line_at
-        self.unlisted += not due
-        return due
+    def line_of(self, entry: RoundOrdered, now: float, *, final: bool, lockstep: bool) -> Reason:
+        """Return the log line of a round that is ordered now, if it gets one; in ``lockstep`` only the final one does.
 
-    def order(self, order: Round, members: Sequence[Member], now: float) -> None:
+        The first round without a line has one that says so.
+        """
+        due = entry.round <= FIRST_LINES or now - self._line_at >= LINES_EVERY_S
+        if final or (due and not lockstep):
+            self._line_at = now
+            return line(entry, final=final)
+        self.unlisted += not lockstep
+        return Why.FEWER_LINES() if self.unlisted == 1 and not lockstep else NO_REASON
+
+    def order(self, order: Round, members: Sequence[Member], now: float) -> OpenRound:
         """Open a round of ``members``."""
         assert order.scope == "local" or not self.open
         self.changes.count += 1
@@ -152,9 +163,7 @@ class RoundBook:
         self.ordered[order.scope] += 1
         self.final |= order.final
         self.fresh = False
-        for member in opened.waiting:
-            member.round = opened
-            member.record.reports(member.asked.loss)
+        return opened
 
     def complete(
         self, member: Member, round_id: int, now: float, sent_nbytes: int | None = None, *, lacking: bool = False
@@ -215,6 +224,32 @@ class Roles(NamedTuple):
     new: tuple[int, ...]
 
 
+def new_round(
+    state: RunState, scope: str, members: Sequence[Member], who: Roles, *, final: bool = False, probe: bool = False
+) -> Round:
+    """Return a round of ``members``, all in rank order; ``who``: their roles."""
+    book, generation = state.book, state.roster.generation
+    assert generation is not None
+    is_global, exchanges = scope == "global", book.ordered["global"]
+    averages = book.averages and is_global and not final
+    return Round(
+        id=book.next_id,
+        generation=generation,
+        scope=scope,
+        leader=who.leader.rank,
+        leaders=who.leaders,
+        exchanges=exchanges,
+        new=who.new,
+        source=who.source.rank,
+        final=final,
+        algorithm=state.course.text if is_global else "",
+        count=state.ledger.count,
+        checkpoint=final or (is_global and book.checkpoints.is_due(state.plan.run, exchanges, state.now)),
+        probe=probe,
+        averaged=tuple(m.rank for m in members if m.synced) if averages else (),
+    )
+
+
 def roles(
     members: Sequence[Member],
     queues: Iterable[NodeQueue],
@@ -239,6 +274,14 @@ def roles(
         leaders[queue.index] = elect(candidates, rule, lot).rank
     # A newcomer has no model worth following, unless all start from it.
     return Roles(elect(synced or [source], rule, lot), tuple(leaders), source, tuple(new))
+
+
+def elect(members: list[Member], rule: str, lot: str) -> Member:
+    """Return the member that a rule of :mod:`lsgd.election` prefers; ties go to the first in rank order.
+
+    ``lot`` names the run and the round.
+    """
+    return min(members, key=lambda m: (standing(rule, m.electable_loss, m.record.usual, f"{lot} {m.worker}"), m.place))
 
 
 def election(

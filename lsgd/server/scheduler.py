@@ -7,14 +7,13 @@ import math
 from collections.abc import Iterable, Sequence
 
 from lsgd.protocol.events import GenerationBegan
-from lsgd.protocol.messages import Round
 from lsgd.server import answers, calls, endings, next_step
 from lsgd.server.course import Stretch
 from lsgd.server.greetings import transport_of
 from lsgd.server.life import Stage
 from lsgd.server.reasons import Why, number_of
 from lsgd.server.roster import Member, MemberState, NodeQueue, named
-from lsgd.server.rounds import election, line, roles
+from lsgd.server.rounds import election, new_round, roles
 from lsgd.server.state import RunState
 from lsgd.server.waits import Wait
 from lsgd.settings import same_form
@@ -33,13 +32,30 @@ def serve(state: RunState, member: Member) -> None:
         state.note(finishes)
         state.roster.move(member, MemberState.FINISHED, finishes)
         answers.repeat(state, member)
-    elif member.held and not answers.give(state, member, member.seq) and (queue := state.roster.queue_of(member)):
-        if not _start_local(state, queue):
+    elif member.held and not give(state, member, member.seq) and (queue := queue_of(state, member)):
+        if not _start_local(state, queue) and state.ledger.lent:
             answers.recall(state, queue.members if state.ledger.tokens >= 1 else state.ledger.lent)
 
 
+def give(state: RunState, member: Member, seq: int, most: int = 1) -> bool:
+    """Answer the request ``seq`` with up to ``most`` iterations; return whether both queues had a token."""
+    ledger, queue = state.ledger, queue_of(state, member)
+    if queue is None or not member.synced or not member.iterates or min(ledger.tokens, queue.tokens) < 1:
+        return False
+    if state.course.schedule.lockstep:  # every iteration is a round: a grant that came back is no token
+        return False
+    answers.give(state, member, seq, ledger.grant(member, queue, most, state.roster.live))
+    return True
+
+
+def queue_of(state: RunState, member: Member) -> NodeQueue | None:
+    """Return the queue of the member's node in the current generation, None outside it."""
+    return state.roster.queues[member.join.node] if member.rank >= 0 else None
+
+
 def advance(state: RunState) -> None:
-    """Start the rounds that are due, and notice the end."""
+    """Conclude calls, start the rounds that are due, and notice the end."""
+    calls.conclude(state)
     roster = state.roster
     if state.ledger.released:
         state.ledger.released = False
@@ -48,6 +64,8 @@ def advance(state: RunState) -> None:
             _start_local(state, queue)
     while not isinstance(step := next_step.choose(state), Wait):
         _carry_out(state, step)
+        if isinstance(step, next_step.Final | next_step.Train):  # its members are busy: nothing else is due
+            return
 
 
 def _carry_out(state: RunState, step: next_step.Step) -> None:
@@ -88,7 +106,7 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
 def _serve_held(state: RunState) -> None:
     """Grant held requests what is in the queues."""
     for member in state.roster.within(MemberState.HELD):
-        answers.give(state, member, member.seq)
+        give(state, member, member.seq)
 
 
 def _start_local(state: RunState, queue: NodeQueue) -> bool:
@@ -96,23 +114,28 @@ def _start_local(state: RunState, queue: NodeQueue) -> bool:
     roster, ledger, size = state.roster, state.ledger, len(queue.members)
     if queue.held < size or queue.tokens >= 1 or ledger.tokens < size or roster.broken or roster.absent:
         return False
-    ledger.begin_round(queue.members, ledger.tokens, [queue], state.course.schedule.local_period - 1)
-    _order(state, "local", queue.members, [queue])
+    _order(state, "local", queue.members, [queue], ledger.tokens, state.course.schedule.local_period - 1)
     return True
 
 
 def _train(state: RunState, step: next_step.Train) -> None:
     """Start a global round."""
-    _begin_stretch(state, step.stretch, step.leaving)
+    _announce(state, step.stretch, step.leaving)
     _begin_generation(state, step.members)
-    schedule, queues = state.course.schedule, state.roster.queues.values()
+    schedule, queues = step.stretch.algorithm.schedule(), state.roster.queues.values()
     local_rounds = len(queues) > 1 and schedule.local_period < schedule.period
-    state.ledger.begin_round(step.members, step.tokens, queues, schedule.local_period - 1 if local_rounds else math.inf)
-    _order(state, "global", step.members, queues)
+    per_member = schedule.local_period - 1 if local_rounds else math.inf
+    _order(state, "global", step.members, queues, step.tokens, per_member, stretch=step.stretch)
 
 
 def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] = ()) -> None:
-    """Begin a stretch of the plan, and dismiss members that leave before it."""
+    """Begin a stretch of the plan without a round."""
+    _announce(state, stretch, leaving)
+    state.course.begin(stretch)
+
+
+def _announce(state: RunState, stretch: Stretch, leaving: Sequence[Member]) -> None:
+    """Tell that a stretch of the plan begins now, and dismiss members that leave before it."""
     course, before = state.course, state.course.schedule
     if stretch.number != course.number:
         _begin_phase(state, stretch.number, stretch.algorithm.name)
@@ -121,13 +144,13 @@ def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] 
         for member in state.roster.members.values():
             if begins_anew and not member.synced:  # the next algorithm knows no common model of this one
                 endings.lose_own(state, member)
-    course.begin(stretch)
     for member in leaving:
         state.roster.dismiss(member, Why.GOES_ON())
         answers.dismiss(state, member)
-    period, delay = course.schedule.period, course.schedule.delay
-    if (period, delay) != (before.period, before.delay):
-        state.note(Why.PERIOD(period=period, delay=f" with a delay of {delay}" if delay else "", reason=course.why))
+    schedule = stretch.algorithm.schedule()
+    if (schedule.period, schedule.delay) != (before.period, before.delay):
+        delay = f" with a delay of {schedule.delay}" if schedule.delay else ""
+        state.note(Why.PERIOD(period=schedule.period, delay=delay, reason=stretch.why))
 
 
 def _begin_phase(state: RunState, number: int, algorithm: str) -> None:
@@ -164,68 +187,57 @@ def _begin_generation(state: RunState, members: Sequence[Member]) -> None:
 
 
 def _order(
-    state: RunState, scope: str, members: Sequence[Member], queues: Iterable[NodeQueue], *, final: bool = False
+    state: RunState,
+    scope: str,
+    members: Sequence[Member],
+    queues: Iterable[NodeQueue],
+    tokens: float = 0.0,
+    per_member: float = math.inf,
+    *,
+    stretch: Stretch | None = None,
+    final: bool = False,
 ) -> None:
-    """Order a round of ``members``, all of them held, and answer them."""
+    """Order a round of ``members``, all of them held, and answer them.
+
+    The ``queues`` of their nodes are filled to ``per_member`` for each member, and the run's queue to ``tokens``, but
+    not for the ``final`` one. ``stretch``: that begins with the round; None: the present one goes on.
+    """
+    book, course, roster, is_global = state.book, state.course, state.roster, scope == "global"
+    assert roster.generation is not None
     if state.progress.started_at is None:
         state.progress.started_at = state.now
-        state.book.checkpoints.begin(state.now)
+        book.checkpoints.begin(state.now)
     _is_found(state)
-    if scope == "global":
+    fresh = book.fresh
+    probe = fresh and _doubts(state, members)
+    schedule = stretch.algorithm.schedule() if stretch else course.schedule
+    copies, lot = schedule.identical and fresh and not final, f"{state.run} {book.next_id}"
+    who = roles(members, queues, len(roster.generation.nodes), copies=copies, rule=schedule.election, lot=lot)
+    if stretch:
+        course.begin(stretch)
+    if is_global and (roster.left or len(members) < len(roster.members)):
         endings.goes_on(state, final=final)
-    order, leader = _new_round(state, scope, members, queues, final=final)
-    if scope == "global":
-        state.course.pace.ordered(state.now, state.ledger.count, first=state.book.fresh)
-    state.book.order(order, members, state.now)
-    leader.record.times_leader += state.leads
-    means = state.calls.take_means() if scope == "global" else {}
-    seconds = state.now - state.progress.started_at
-    entry = election(order, leader if state.leads else None, members, seconds, means)
-    state.book.elections.append(entry)
-    state.happened(entry)
-    lockstep = state.course.schedule.lockstep
-    if final or (not lockstep and state.book.line_due(order.id, state.now)):
-        state.note(line(entry, final=final))
-    elif not lockstep and state.book.unlisted == 1:
-        state.note(Why.FEWER_LINES())
-    if scope == "global":
-        state.tenure.took_over = False
-        state.ledger.unheard = 0  # all members have reported what they made
-    for member in members:
-        answers.order(state, member, order)
-
-
-def _new_round(
-    state: RunState, scope: str, members: Sequence[Member], queues: Iterable[NodeQueue], *, final: bool
-) -> tuple[Round, Member]:
-    """Return a round of ``members``, and its leader."""
-    book, course, generation = state.book, state.course, state.roster.generation
-    assert generation is not None
-    copies = course.schedule.identical and book.fresh and not final
-    averages = book.averages and scope == "global" and not final
-    rule, lot = course.schedule.election, f"{state.run} {book.next_id}"
-    leader, leaders, source, new = roles(members, queues, len(generation.nodes), copies=copies, rule=rule, lot=lot)
-    for member in members:
-        if member.rank in new:
+    for member in members if who.new else ():
+        if member.rank in who.new:
             endings.settle_own(state, member)
-    order = Round(
-        id=book.next_id,
-        generation=generation,
-        scope=scope,
-        leader=leader.rank,
-        leaders=leaders,
-        exchanges=book.ordered["global"],
-        new=new,
-        source=source.rank,
-        final=final,
-        algorithm=course.to_json() if scope == "global" else "",
-        count=state.ledger.count,
-        checkpoint=final
-        or (scope == "global" and book.checkpoints.is_due(state.plan.run, book.ordered["global"], state.now)),
-        probe=book.fresh and _doubts(state, members),
-        averaged=tuple(m.rank for m in members if m.synced) if averages else (),
-    )
-    return order, leader
+    if is_global:
+        course.pace.ordered(state.now, state.ledger.count, first=fresh)
+        state.tenure.took_over = False
+    if not final:
+        state.ledger.begin_round(members, tokens, queues, per_member)
+    opened = book.order(new_round(state, scope, members, who, final=final, probe=probe), members, state.now)
+    who.leader.record.times_leader += state.leads
+    means = state.calls.take_means() if is_global and state.calls.means else {}
+    seconds = state.now - state.progress.started_at
+    entry = election(opened.round, who.leader if state.leads else None, members, seconds, means)
+    book.elections.append(entry)
+    words = book.line_of(entry, state.now, final=final, lockstep=schedule.lockstep)
+    state.happened(entry)
+    if words:
+        state.note(words)
+    if is_global:
+        state.ledger.unheard = 0  # all members have reported what they made
+    answers.order(state, members, opened)
 
 
 def _doubts(state: RunState, members: Iterable[Member]) -> bool:

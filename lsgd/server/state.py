@@ -8,7 +8,7 @@ from statistics import fmean
 
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.events import Happening, Note
+from lsgd.protocol.events import Happening, Note, RunChanged
 from lsgd.protocol.messages import Downward, Join, Pause, Request, worker_name
 from lsgd.server.calls import Calls
 from lsgd.server.changes import Changes
@@ -61,11 +61,13 @@ class Outbox:
         decision: what it has decided since the last one left.
         events: number of times that this server has noted each, by its code.
         said: what the run waits for, in words, and when that was said; :data:`UNSAID` if something has happened since.
+        stage: of the run, as last published.
     """
 
     decision: Decision = field(default_factory=Decision)
     events: Counter[str] = field(default_factory=Counter)
     said: tuple[float, Reason] = UNSAID
+    stage: str = ""
 
     def take(self) -> Decision:
         """Return the decision, and begin the next one."""
@@ -185,6 +187,7 @@ class RunState:
             self.life = Life(Stage.TRAINING, self.now)
         elif self.life.stage is Stage.GATHERING and self.suffices(len(self.roster.members)):
             self.life = Life(Stage.WELCOMING, self.now)
+        self.outbox.stage = self.stage
         self.count_in(Changes())
 
     def count_in(self, changes: Changes) -> None:
@@ -323,6 +326,16 @@ class RunState:
         self.outbox.decision.notes.append(event)
         self.happened(Note(event.code, str(event)))
         self.outbox.events[event.code] += 1
+
+    def decided(self) -> Decision:
+        """Return what has been decided since the last call of this, with what has happened, for the stream."""
+        if self.roster.happened or self.over:
+            self.outbox.said = UNSAID
+            if self.stage != self.outbox.stage:
+                self.outbox.stage, reason = self.stage, self.stopping or self.joined()
+                self.happened(RunChanged(self.stage, reason.code, str(reason)))
+            self.outbox.decision.happened, self.roster.happened = self.roster.happened, []
+        return self.outbox.take()
 
     def happened(self, fact: Happening) -> None:
         """Add a fact to the stream of events."""

@@ -38,6 +38,7 @@ from lsgd.server.next_step import choose, waits_for
 from lsgd.server.reasons import Reason
 from lsgd.server.roster import MemberState, Roster
 from lsgd.server.rounds import RoundBook
+from lsgd.server.scheduler import queue_of
 from lsgd.server.state import Decision, RunState
 from lsgd.server.waits import Wait
 from lsgd.settings import AlgorithmSettings, Schedule
@@ -310,7 +311,7 @@ def _check_nobody_waits_in_vain(state: RunState) -> None:
     """No held request could be answered now."""
     roster, tokens, everybody = state.roster, state.ledger.tokens, list(state.roster.members.values())
     for member in everybody:
-        group = roster.queue_of(member)
+        group = queue_of(state, member)
         if member.held and member.synced and group and member.iterates and not state.course.schedule.lockstep:
             assert tokens < 1 or group.tokens < 1
         if member.held or member.state is MemberState.CUT:
