@@ -23,11 +23,11 @@ def members() -> str:
 
 
 def lives() -> str:
-    """Return the stages of a run as the table in protocol.md."""
-    rows = ["| stage | shown as | means | left by |", "|---|---|---|---|"]
-    for stage, ways in life.TRANSITIONS.items():
+    """Return the states of a run as the table in protocol.md."""
+    rows = ["| state | shown as | means | left by |", "|---|---|---|---|"]
+    for state, ways in life.TRANSITIONS.items():
         left = "; ".join(f"{upon} → {after.name}" for after, upon in ways.items())
-        rows.append(f"| {stage.name} | {stage.shown} | {stage.means} | {left or 'nothing'} |")
+        rows.append(f"| {state.name} | {state.shown} | {state.means} | {left or 'nothing'} |")
     return "\n".join([*rows, ""])
 
 

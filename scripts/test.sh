@@ -29,7 +29,7 @@ trap 'exit 130' INT
 
 # What decides for everybody is tested to the last branch, by tests that are cheap to trace. Those that are not, and
 # reach no other branch, are marked no_cover.
-decides=(lsgd/server/{admission,answers,coordinator,course,data,endings,evictions,greetings,ledger,life,links,next_step,reasons,roster,rounds,scheduler,standbys,state,stream,succession,tenure,waits}.py
+decides=(lsgd/server/{admission,answers,coordinator,data,endings,evictions,greetings,ledger,life,links,next_step,phases,reasons,roster,rounds,scheduler,standbys,state,stream,succession,tenure,waits}.py
     lsgd/protocol/{messages,events,fields}.py lsgd/plan/plan.py lsgd/election.py lsgd/node/allegiance.py)
 traced=(tests/server/test_{announced,calls,coordinator,data,holders,lacking,last_rounds,life,links,lookahead,member_states,memento,next_step,own_loops,pace,patience,rendezvous,report,resume,silence,standbys,stream,succession,ways}.py
     tests/lsgd/test_{messages,plan,settings}.py tests/node/test_allegiance.py)

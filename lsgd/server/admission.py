@@ -6,7 +6,7 @@ from lsgd.protocol.messages import Join, NodeHello, Over, Refused, Waiting, Welc
 from lsgd.run_folder import stage_of
 from lsgd.server import answers, endings
 from lsgd.server.greetings import differences, objection, origin_of
-from lsgd.server.life import Stage
+from lsgd.server.life import LifeState
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Member, MemberState, by_place
 from lsgd.server.state import RunState
@@ -78,11 +78,11 @@ def announce(state: RunState, hello: NodeHello) -> None:
 def _welcome(state: RunState, members: list[Member]) -> None:
     """Welcome ``members``, or everybody as soon as enough have joined; until then, let them wait."""
     everybody = sorted(state.roster.members.values(), key=by_place)
-    if state.life.stage is Stage.GATHERING and state.suffices(len(everybody)):
-        state.life.move(Stage.WELCOMING, state.now)
+    if state.life.state is LifeState.GATHERING and state.suffices(len(everybody)):
+        state.life.move(LifeState.WELCOMING, state.now)
         members = everybody
         state.gathering.complete(state.now, everybody[0].worker)
-    if state.life.stage is Stage.GATHERING:
+    if state.life.state is LifeState.GATHERING:
         for member in members:
             state.answer(member, Waiting(0, state.joined(names=True)))
         return
@@ -120,8 +120,8 @@ def end_waiting(state: RunState) -> None:
     reason = Why.TOO_FEW(waited_s=waited_s, joined=state.joined(names=True))
     for member in list(members.values()):
         refuse(state, member, reason)
-    if state.life.stage is Stage.WELCOMING:
-        state.life.move(Stage.GATHERING, state.now)
+    if state.life.state is LifeState.WELCOMING:
+        state.life.move(LifeState.GATHERING, state.now)
 
 
 def refuse(state: RunState, member: Member, reason: Reason) -> None:

@@ -80,7 +80,7 @@ def come(state: RunState, member: Member, call: Call) -> None:
             _answer(state, late, Met(its.number, its.numbers, 1))
         if late is member:
             return
-    if member.held and (call.aside or state.course.schedule.identical):  # it has nothing that a round could take in
+    if member.held and (call.aside or state.phases.schedule.identical):  # it has nothing that a round could take in
         pause(state, member)
 
 

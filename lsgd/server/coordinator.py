@@ -74,7 +74,7 @@ from lsgd.protocol.messages import (
 )
 from lsgd.protocol.wants import Call, More
 from lsgd.server import admission, answers, endings, evictions, scheduler, succession
-from lsgd.server.life import Stage
+from lsgd.server.life import LifeState
 from lsgd.server.reasons import NO_REASON, Reason, Why
 from lsgd.server.roster import Member, MemberState
 from lsgd.server.state import Decision, RunState
@@ -131,8 +131,8 @@ class Coordinator:
         endings.fail_stuck(state)
         endings.end_stalled(state)
         admission.end_waiting(state)
-        if state.life.stage is Stage.CLOSED and now > state.life.since + LINGER_S:
-            state.life.move(Stage.OVER, now)
+        if state.life.state is LifeState.CLOSED and now > state.life.since + LINGER_S:
+            state.life.move(LifeState.OVER, now)
         return self._decide()
 
     def closed(self, node: int, now: float) -> Decision:
@@ -157,7 +157,7 @@ class Coordinator:
         if fixed := next((name for name in others if name in fields(RunSettings)), ""):
             raise ConfigError(f"{fixed} cannot be changed during a run; stop it, and resume it with another {fixed}")
         run = changed(state.plan.run, length)
-        state.course.change(others)
+        state.phases.change(others)
         state.plan = replace(state.plan, run=run)
         state.ledger.shorten(run.iterations or math.inf, state.roster.members.values())
         state.happened(SettingsChanged(dict(changes)))

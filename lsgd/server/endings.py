@@ -9,7 +9,7 @@ from lsgd.means import finite
 from lsgd.protocol.events import RoundCompleted, RoundFailed
 from lsgd.protocol.messages import GenerationOver, Refused
 from lsgd.server import answers
-from lsgd.server.life import Stage
+from lsgd.server.life import LifeState
 from lsgd.server.links import named_pairs
 from lsgd.server.reasons import Reason, Why, number_of
 from lsgd.server.roster import Has, Member, MemberState, OpenRound, named
@@ -27,7 +27,7 @@ def stop(state: RunState, reason: Reason) -> None:
     if not state.stopping:
         hold_again(state, state.roster.within(MemberState.FINISHED))
         state.life.ends_for(reason)
-        state.life.move(Stage.STOPPING, state.now)
+        state.life.move(LifeState.STOPPING, state.now)
         state.ledger.withdraw()
         state.links.relent(state.now)
         answers.recall(state, state.ledger.lent)
@@ -54,7 +54,7 @@ def fail(state: RunState, reason: Reason) -> None:
 def close(state: RunState) -> None:
     """From now on, answer every request with the end."""
     if not state.closed:
-        state.life.move(Stage.CLOSED, state.now)
+        state.life.move(LifeState.CLOSED, state.now)
     for member in state.roster.within(MemberState.HELD, MemberState.CUT):
         answers.dismiss(state, member)
 
@@ -74,7 +74,7 @@ def settle(
     it may yet; ``lacking``: as in :class:`Completed`.
     """
     state.ledger.settle(member, done, state.roster.queues, stopping=bool(state.stopping))
-    if member.rank < 0 or state.course.schedule.identical:
+    if member.rank < 0 or state.phases.schedule.identical:
         settle_own(state, member)
     if round_id > member.record.committed:
         committed(state, member, round_id, lacking=lacking)
@@ -85,7 +85,7 @@ def settle(
 def use(state: RunState, member: Member, done: int, keep: int = 0) -> None:
     """Count what a member has done, and keep the last ``keep`` iterations of its grant."""
     state.ledger.use(member, done, keep)
-    if member.rank < 0 or state.course.schedule.identical:
+    if member.rank < 0 or state.phases.schedule.identical:
         settle_own(state, member)
 
 
@@ -115,9 +115,9 @@ def settle_own(state: RunState, member: Member) -> None:
     Where models are identical, the others have made it, too. Without the run's model, a member takes over another's,
     and loses it, unless all know a common model, to which it adds what it has learned in a later round.
     """
-    if state.course.schedule.identical:
+    if state.phases.schedule.identical:
         member.account.share(member.done)
-    elif not member.synced and (state.book.final or not state.course.schedule.common):
+    elif not member.synced and (state.book.final or not state.phases.schedule.common):
         lose_own(state, member)
 
 
@@ -157,7 +157,7 @@ def committed(
     state.happened(RoundCompleted(round_id, took_s, opened.sent_nbytes))
     if opened.round.scope == "global":
         training = sum(m.rank >= 0 and m.has is not Has.PARTS for m in state.roster.members.values())
-        state.course.pace.completed(state.now, training, opened.transfer_s)
+        state.phases.pace.completed(state.now, training, opened.transfer_s)
         state.book.took_part(len(opened.round.generation.indices), len(state.roster.members))
     if opened.round.final:
         close(state)
@@ -194,7 +194,7 @@ def fail_round(state: RunState, opened: OpenRound, reason: Reason) -> None:
 
 def end_generation(state: RunState, reason: Reason) -> None:
     """End the generation and notify its members, unless it is over already."""
-    state.course.pace.interrupted()
+    state.phases.pace.interrupted()
     for member in state.roster.end_generation(reason):
         assert state.roster.generation is not None
         state.answer(member, GenerationOver(state.roster.generation.number, reason))

@@ -31,7 +31,7 @@ MOST_STATE_NBYTES = 256 << 20
 """The largest state that is read."""
 
 _PLAIN = {("builtins", "set"), ("builtins", "frozenset"), ("collections", "deque"), ("collections", "Counter")}
-_STATE = "state tenure ledger rounds roster course links calls data life changes reasons"
+_STATE = "state tenure ledger rounds roster phases links calls data life changes reasons"
 _ROOMS = (
     *(f"server.{name}" for name in _STATE.split()),
     *("protocol.messages", "protocol.wants", "protocol.events", "plan.plan", "plan.run", "settings", "algorithms"),

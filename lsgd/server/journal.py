@@ -27,12 +27,12 @@ from lsgd.protocol.fields import build, values_of
 from lsgd.protocol.messages import Generation, Go, Join, Round, Stop, Term
 from lsgd.server.calls import Calls
 from lsgd.server.changes import Changes
-from lsgd.server.course import Pace, Stretch
 from lsgd.server.daemon import tell
 from lsgd.server.data import DataBook
 from lsgd.server.ledger import Account, Ledger
 from lsgd.server.life import Life
 from lsgd.server.links import Ways
+from lsgd.server.phases import Pace, Stretch
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import Asked, Entry, Has, Member, MemberState, OpenRound, Record, Roster
 from lsgd.server.rounds import MAX_ELECTIONS, RoundBook
@@ -297,7 +297,7 @@ _KEPT = ("committed", "sent_nbytes", "times_leader", "usual")
 
 def capture(state: RunState, now: float) -> dict[str, Any]:
     """Return the state of a run, for JSON."""
-    roster, ledger, book, course = state.roster, state.ledger, state.book, state.course
+    roster, ledger, book, phases = state.roster, state.ledger, state.book, state.phases
     return {
         "version": VERSION,
         "run": state.run,
@@ -311,11 +311,11 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "final": book.final,
         "averages": book.averages,
         "elapsed_s": None if state.progress.started_at is None else now - state.progress.started_at,
-        "phase": course.number,
-        "algorithm": table_of(course.algorithm),
-        "next_algorithm": table_of(course.next_algorithm),
-        "pace": course.pace.to_json(),
-        "why": course.why.to_json(),
+        "phase": phases.number,
+        "algorithm": table_of(phases.algorithm),
+        "next_algorithm": table_of(phases.next_algorithm),
+        "pace": phases.pace.to_json(),
+        "why": phases.why.to_json(),
         "generation": None if roster.generation is None else _fields(roster.generation),
         "broken": roster.broken.to_json(),
         "open": [
@@ -411,7 +411,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
     state.count_in(Changes(saved["changes"]))
     algorithm, following = (algorithm_of(saved[key], "the journal") for key in ("algorithm", "next_algorithm"))
     pace, why = Pace(**saved["pace"]), Reason(*saved["why"])
-    state.course.begin(Stretch(saved["phase"], following, algorithm, pace, why))
+    state.phases.follow(Stretch(saved["phase"], following, algorithm, pace, why))
     state.links.restore(saved["links"], now)
     for each in opened:
         _answer_again(state, each)

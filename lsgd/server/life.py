@@ -1,4 +1,4 @@
-"""A run's life: its stages, and what may follow; pure."""
+"""A run's life: its states, and what may follow; pure."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -8,7 +8,7 @@ from lsgd.server.changes import Changes
 from lsgd.server.reasons import NO_REASON, Reason
 
 
-class Stage(Enum):
+class LifeState(Enum):
     """Where a run is in its life, and how reports and events name that."""
 
     GATHERING = ("enough workers have not joined yet", "waiting")
@@ -29,9 +29,9 @@ class Stage(Enum):
         return self.shown in ("stopping", "over")
 
 
-_S = Stage
+_S = LifeState
 
-TRANSITIONS: Mapping[Stage, Mapping[Stage, str]] = {
+TRANSITIONS: Mapping[LifeState, Mapping[LifeState, str]] = {
     _S.GATHERING: {
         _S.WELCOMING: "enough workers have joined",
         _S.TRAINING: "the first generation, of workers that an earlier server has welcomed",
@@ -56,29 +56,29 @@ TRANSITIONS: Mapping[Stage, Mapping[Stage, str]] = {
     _S.CLOSED: {_S.OVER: "all have left, or 10 s have passed"},
     _S.OVER: {},
 }
-"""Which stage can follow which, and upon what. docs/concepts/protocol.md shows this table."""
+"""Which state can follow which, and upon what. docs/concepts/protocol.md shows this table."""
 
 
 class Life:
     """The life of one run.
 
     Attributes:
-        stage: where it is; :meth:`move` alone changes it.
+        state: where it is; :meth:`move` alone changes it.
         since: when that began, in seconds of the coordinator's clock.
         reason: why it ends; none until then.
         failed: whether it ends without what it has learned.
         changes: counts what the journal must have.
     """
 
-    def __init__(self, stage: Stage, since: float, reason: Reason = NO_REASON, *, failed: bool = False) -> None:
-        self.stage, self.since, self.reason, self.failed = stage, since, reason, failed
+    def __init__(self, state: LifeState, since: float, reason: Reason = NO_REASON, *, failed: bool = False) -> None:
+        self.state, self.since, self.reason, self.failed = state, since, reason, failed
         self.changes = Changes()
 
-    def move(self, stage: Stage, now: float) -> None:
-        """Go to a stage; raise a RuntimeError if it cannot follow."""
-        if stage not in TRANSITIONS[self.stage]:
-            raise RuntimeError(f"a run that is {self.stage.name} cannot become {stage.name}")
-        self.stage, self.since = stage, now
+    def move(self, state: LifeState, now: float) -> None:
+        """Go to a state; raise a RuntimeError if it cannot follow."""
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"a run that is {self.state.name} cannot become {state.name}")
+        self.state, self.since = state, now
         self.changes.count += 1
 
     def ends_for(self, reason: Reason, *, failed: bool = False) -> None:
@@ -89,15 +89,15 @@ class Life:
     @property
     def closed(self) -> bool:
         """Whether every request is answered with the end."""
-        return self.stage.shown == "over"
+        return self.state.shown == "over"
 
     def to_json(self) -> tuple[bool, bool, Any, bool]:
         """Return what a server that continues the run has to know of its end."""
-        return self.stage.ends, self.closed, self.reason.to_json(), self.failed
+        return self.state.ends, self.closed, self.reason.to_json(), self.failed
 
     @classmethod
     def from_json(cls, saved: Sequence[Any], now: float) -> Self:
         """Return the life that :meth:`to_json` described; one that does not end begins anew."""
         ends, closed, reason, failed = saved
-        stage = Stage.CLOSED if closed else Stage.STOPPING if ends else Stage.GATHERING
-        return cls(stage, now, Reason(*reason), failed=failed)
+        state = LifeState.CLOSED if closed else LifeState.STOPPING if ends else LifeState.GATHERING
+        return cls(state, now, Reason(*reason), failed=failed)

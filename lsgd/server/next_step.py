@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from lsgd.protocol.messages import Origin
 from lsgd.server import calls, waits
-from lsgd.server.course import Stretch
 from lsgd.server.greetings import origin_of
-from lsgd.server.life import Stage
+from lsgd.server.life import LifeState
+from lsgd.server.phases import Stretch
 from lsgd.server.reasons import Reason, Why
 from lsgd.server.roster import AWAY, Group, Has, Member, MemberState, by_place, model_of
 from lsgd.server.state import RunState
@@ -206,7 +206,7 @@ def _last(state: RunState, here: Here) -> Step | Wait:
 
 def _for_those_away(state: RunState, wait: Wait) -> Step | Wait:
     """Wait for members that are away; once the run stops, only for so long."""
-    return LimitWait() if state.life.stage is Stage.STOPPING else wait
+    return LimitWait() if state.life.state is LifeState.STOPPING else wait
 
 
 def _training(state: RunState, members: Sequence[Member], given: int) -> Step:
@@ -217,7 +217,7 @@ def _training(state: RunState, members: Sequence[Member], given: int) -> Step:
     now = state.now
     # A newcomer that downloads can follow rounds without one only.
     bears_delay = all(m.join.bears_delay and m.synced for m in members)
-    stretch = state.course.following(now, count, given, len(members), steps, progress, bears_delay=bears_delay)
+    stretch = state.phases.following(now, count, given, len(members), steps, progress, bears_delay=bears_delay)
     schedule, leaving = stretch.algorithm.schedule(), []
     if schedule.identical:  # nobody who leaves needs another round, unless only they have the run's model
         if callers := [m for m in members if m.call]:
@@ -225,7 +225,7 @@ def _training(state: RunState, members: Sequence[Member], given: int) -> Step:
         leaving, members = [m for m in members if not m.iterates], [m for m in members if m.iterates]
         if model_of(leaving) > model_of(members):
             return EndRun(Why.HOLDERS_LEAVE(count=count), stretch)
-    left = min(state.limit, state.course.ends[stretch.number]) - given
+    left = min(state.limit, state.phases.ends[stretch.number]) - given
     if left < len(members):
         if schedule.lockstep:
             return EndRun(Why.REST_TOO_SMALL(count=count, limit=state.limit), stretch)
@@ -251,7 +251,7 @@ def _awaits_model(state: RunState, held: Group, away: Group) -> Step | Wait | No
     if origin.iterations or run.restart_from_scratch:
         return GoBack(origin, held.members)
     few = not state.suffices(len(state.roster.members)) and not state.stopping
-    stranded = state.life.stage is Stage.STRANDED
+    stranded = state.life.state is LifeState.STRANDED
     fails = not few or (stranded and state.now - state.life.since > run.join_timeout_s)
     return Wait(waits.model_lost) if stranded and not fails else Lost(fails)
 
@@ -281,4 +281,4 @@ def from_checkpoint(member: Member, origin: Origin) -> bool:
 
 def _overdue(state: RunState) -> bool:
     """Whether the last round has waited for ``patience_s``."""
-    return state.life.stage is Stage.LAST_WAIT and state.now >= state.life.since + state.patience_s
+    return state.life.state is LifeState.LAST_WAIT and state.now >= state.life.since + state.patience_s

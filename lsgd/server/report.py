@@ -55,17 +55,17 @@ def document(state: RunState, now: float) -> dict[str, Any]:
 
 def summary(state: RunState, now: float) -> Summary:
     """Return the run's state as a whole."""
-    roster, book, course = state.roster, state.book, state.course
+    roster, book, phases = state.roster, state.book, state.phases
     reason = state.stopping or waits_for(state, now)
     return Summary(
         run=state.run,
-        state=state.stage,
+        state=state.shown,
         code=reason.code,
         reason=str(reason),
-        algorithm=course.algorithm.name,
-        period=course.schedule.period,
-        delay=course.schedule.delay,
-        period_reason=str(course.why),
+        algorithm=phases.algorithm.name,
+        period=phases.schedule.period,
+        delay=phases.schedule.delay,
+        period_reason=str(phases.why),
         count=state.ledger.count,
         iterations=state.expected,
         progress=state.share(now),

@@ -242,7 +242,7 @@ def new_round(
         new=who.new,
         source=who.source.rank,
         final=final,
-        algorithm=state.course.text if is_global else "",
+        algorithm=state.phases.text if is_global else "",
         count=state.ledger.count,
         checkpoint=final or (is_global and book.checkpoints.is_due(state.plan.run, exchanges, state.now)),
         probe=probe,

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 
 from lsgd.protocol.events import GenerationBegan
 from lsgd.server import answers, calls, endings, next_step
-from lsgd.server.course import Stretch
 from lsgd.server.greetings import transport_of
-from lsgd.server.life import Stage
+from lsgd.server.life import LifeState
+from lsgd.server.phases import Stretch
 from lsgd.server.reasons import Why, number_of
 from lsgd.server.roster import Member, MemberState, NodeQueue, named
 from lsgd.server.rounds import election, new_round, roles
@@ -27,7 +27,7 @@ def serve(state: RunState, member: Member) -> None:
         answers.dismiss(state, member)
     elif member.state is MemberState.CUT:
         answers.repeat(state, member)
-    elif member.has_finished and not state.stopping and (member.synced or state.course.schedule.identical):
+    elif member.has_finished and not state.stopping and (member.synced or state.phases.schedule.identical):
         finishes = Why.FINISHES(worker=member.worker, done=member.done)
         state.note(finishes)
         state.roster.move(member, MemberState.FINISHED, finishes)
@@ -42,7 +42,7 @@ def give(state: RunState, member: Member, seq: int, most: int = 1) -> bool:
     ledger, queue = state.ledger, queue_of(state, member)
     if queue is None or not member.synced or not member.iterates or min(ledger.tokens, queue.tokens) < 1:
         return False
-    if state.course.schedule.lockstep:  # every iteration is a round: a grant that came back is no token
+    if state.phases.schedule.lockstep:  # every iteration is a round: a grant that came back is no token
         return False
     answers.give(state, member, seq, ledger.grant(member, queue, most, state.roster.live))
     return True
@@ -76,9 +76,9 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
                 state.links.relent(state.now)
             endings.hold_again(state, members)
         case next_step.LimitWait():
-            state.life.move(Stage.LAST_WAIT, state.now)
+            state.life.move(LifeState.LAST_WAIT, state.now)
         case next_step.Finish():
-            state.life.move(Stage.OVER, state.now)
+            state.life.move(LifeState.OVER, state.now)
         case next_step.Lost(fails):
             _lose_model(state, fails=fails)
         case next_step.GoBack():
@@ -114,7 +114,7 @@ def _start_local(state: RunState, queue: NodeQueue) -> bool:
     roster, ledger, size = state.roster, state.ledger, len(queue.members)
     if queue.held < size or queue.tokens >= 1 or ledger.tokens < size or roster.broken or roster.absent:
         return False
-    _order(state, "local", queue.members, [queue], ledger.tokens, state.course.schedule.local_period - 1)
+    _order(state, "local", queue.members, [queue], ledger.tokens, state.phases.schedule.local_period - 1)
     return True
 
 
@@ -131,15 +131,15 @@ def _train(state: RunState, step: next_step.Train) -> None:
 def _begin_stretch(state: RunState, stretch: Stretch, leaving: Sequence[Member] = ()) -> None:
     """Begin a stretch of the plan without a round."""
     _announce(state, stretch, leaving)
-    state.course.begin(stretch)
+    state.phases.follow(stretch)
 
 
 def _announce(state: RunState, stretch: Stretch, leaving: Sequence[Member]) -> None:
     """Tell that a stretch of the plan begins now, and dismiss members that leave before it."""
-    course, before = state.course, state.course.schedule
-    if stretch.number != course.number:
+    phases, before = state.phases, state.phases.schedule
+    if stretch.number != phases.number:
         _begin_phase(state, stretch.number, stretch.algorithm.name)
-        begins_anew = state.roster.generation is not None and not same_form(course.algorithm, stretch.algorithm)
+        begins_anew = state.roster.generation is not None and not same_form(phases.algorithm, stretch.algorithm)
         state.book.averages |= begins_anew and not before.identical
         for member in state.roster.members.values():
             if begins_anew and not member.synced:  # the next algorithm knows no common model of this one
@@ -176,7 +176,7 @@ def _begin_generation(state: RunState, members: Sequence[Member]) -> None:
     least = state.book.next_id if state.tenure.took_over and state.book.skipped else 1
     generation = roster.begin_generation(members, transport, missed, nccl_nodes, least)
     if before is None and not state.stopping:
-        state.life.move(Stage.TRAINING, state.now)
+        state.life.move(LifeState.TRAINING, state.now)
     if before is not None and not any(m.synced for m in members):
         state.note(Why.NO_HOLDER())
     state.happened(GenerationBegan(generation, reason.code, str(reason)))
@@ -202,7 +202,7 @@ def _order(
     The ``queues`` of their nodes are filled to ``per_member`` for each member, and the run's queue to ``tokens``, but
     not for the ``final`` one. ``stretch``: that begins with the round; None: the present one goes on.
     """
-    book, course, roster, is_global = state.book, state.course, state.roster, scope == "global"
+    book, phases, roster, is_global = state.book, state.phases, state.roster, scope == "global"
     assert roster.generation is not None
     if state.progress.started_at is None:
         state.progress.started_at = state.now
@@ -210,18 +210,18 @@ def _order(
     _is_found(state)
     fresh = book.fresh
     probe = fresh and _doubts(state, members)
-    schedule = stretch.algorithm.schedule() if stretch else course.schedule
+    schedule = stretch.algorithm.schedule() if stretch else phases.schedule
     copies, lot = schedule.identical and fresh and not final, f"{state.run} {book.next_id}"
     who = roles(members, queues, len(roster.generation.nodes), copies=copies, rule=schedule.election, lot=lot)
     if stretch:
-        course.begin(stretch)
+        phases.follow(stretch)
     if is_global and (roster.left or len(members) < len(roster.members)):
         endings.goes_on(state, final=final)
     for member in members if who.new else ():
         if member.rank in who.new:
             endings.settle_own(state, member)
     if is_global:
-        course.pace.ordered(state.now, state.ledger.count, first=fresh)
+        phases.pace.ordered(state.now, state.ledger.count, first=fresh)
         state.tenure.took_over = False
     if not final:
         state.ledger.begin_round(members, tokens, queues, per_member)
@@ -250,15 +250,15 @@ def _doubts(state: RunState, members: Iterable[Member]) -> bool:
 
 def _go_back(state: RunState, step: next_step.GoBack) -> None:
     """Continue from a checkpoint; without one a new run begins at 0, and so does one that may start over."""
-    count, resumed, course = state.ledger.count, step.origin.iterations, state.course
+    count, resumed, phases = state.ledger.count, step.origin.iterations, state.phases
     state.ledger.go_back(resumed)
     for member in (*state.roster.members.values(), *state.roster.left.values()):
         member.account.share(member.done)
     if state.roster.generation is not None:
         why = Why.GONE_BACK if resumed else Why.BEGUN_ANEW
         state.note(why(count=count, resumed=resumed, lost=count - resumed))
-        if course.rewind(resumed):
-            _begin_phase(state, course.number, course.next_algorithm.name)
+        if phases.rewind(resumed):
+            _begin_phase(state, phases.number, phases.next_algorithm.name)
     _is_found(state)
     for member in step.members:
         if next_step.from_checkpoint(member, step.origin):
@@ -269,15 +269,15 @@ def _go_back(state: RunState, step: next_step.GoBack) -> None:
 
 def _is_found(state: RunState) -> None:
     """Note that the run has a model to continue from."""
-    if state.life.stage is Stage.STRANDED:
-        state.life.move(Stage.TRAINING, state.now)
+    if state.life.state is LifeState.STRANDED:
+        state.life.move(LifeState.TRAINING, state.now)
 
 
 def _lose_model(state: RunState, *, fails: bool) -> None:
     """Note that nobody has the run's model; after a while, that fails the run."""
     reason = Why.MODEL_LOST(count=state.ledger.count)
-    if state.life.stage is Stage.TRAINING:
-        state.life.move(Stage.STRANDED, state.now)
+    if state.life.state is LifeState.TRAINING:
+        state.life.move(LifeState.STRANDED, state.now)
         state.note(reason)
     if fails:
         endings.fail(state, reason)

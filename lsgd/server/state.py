@@ -12,11 +12,11 @@ from lsgd.protocol.events import Happening, Note, RunChanged
 from lsgd.protocol.messages import Downward, Join, Pause, Request, worker_name
 from lsgd.server.calls import Calls
 from lsgd.server.changes import Changes
-from lsgd.server.course import Course
 from lsgd.server.data import DataBook
 from lsgd.server.ledger import Ledger
-from lsgd.server.life import Life, Stage
+from lsgd.server.life import Life, LifeState
 from lsgd.server.links import Links
+from lsgd.server.phases import Phases
 from lsgd.server.reasons import NO_REASON, Reason, Why, number_of
 from lsgd.server.roster import Member, MemberState, Roster, named
 from lsgd.server.rounds import RoundBook
@@ -61,13 +61,13 @@ class Outbox:
         decision: what it has decided since the last one left.
         events: number of times that this server has noted each, by its code.
         said: what the run waits for, in words, and when that was said; :data:`UNSAID` if something has happened since.
-        stage: of the run, as last published.
+        shown: state of the run, as last published.
     """
 
     decision: Decision = field(default_factory=Decision)
     events: Counter[str] = field(default_factory=Counter)
     said: tuple[float, Reason] = UNSAID
-    stage: str = ""
+    shown: str = ""
 
     def take(self) -> Decision:
         """Return the decision, and begin the next one."""
@@ -170,31 +170,31 @@ class RunState:
     roster: Roster = field(default_factory=Roster)
     ledger: Ledger = field(default_factory=Ledger)
     book: RoundBook = field(default_factory=RoundBook)
-    life: Life = field(default_factory=lambda: Life(Stage.GATHERING, 0.0))
+    life: Life = field(default_factory=lambda: Life(LifeState.GATHERING, 0.0))
     gathering: Gathering = field(default_factory=Gathering)
     progress: Progress = field(default_factory=Progress)
-    course: Course = field(init=False)
+    phases: Phases = field(init=False)
     links: Links = field(init=False)
     calls: Calls = field(default_factory=Calls)
     data: DataBook = field(default_factory=DataBook)
     outbox: Outbox = field(default_factory=Outbox)
 
     def __post_init__(self) -> None:
-        self.course = Course(self.plan.phases)
+        self.phases = Phases(self.plan.phases)
         self.links = Links(self.plan.run.exchange_timeout_s)
         self.progress.moved_at = self.gathering.since = self.tenure.began_at = self.now
-        if self.roster.generation is not None and not self.life.stage.ends:
-            self.life = Life(Stage.TRAINING, self.now)
-        elif self.life.stage is Stage.GATHERING and self.suffices(len(self.roster.members)):
-            self.life = Life(Stage.WELCOMING, self.now)
-        self.outbox.stage = self.stage
+        if self.roster.generation is not None and not self.life.state.ends:
+            self.life = Life(LifeState.TRAINING, self.now)
+        elif self.life.state is LifeState.GATHERING and self.suffices(len(self.roster.members)):
+            self.life = Life(LifeState.WELCOMING, self.now)
+        self.outbox.shown = self.shown
         self.count_in(Changes())
 
     def count_in(self, changes: Changes) -> None:
         """Let all parts of the state count their changes in one place."""
         self.tenure.changes = self.gathering.changes = self.life.changes = self.roster.changes = changes
         self.links.changes = self.links.ways.changes = self.calls.changes = self.data.changes = changes
-        self.book.changes = self.course.changes = changes
+        self.book.changes = self.phases.changes = changes
 
     @property
     def changes(self) -> int:
@@ -219,7 +219,7 @@ class RunState:
     @property
     def over(self) -> bool:
         """Whether the run waits for nobody any more."""
-        return self.life.stage is Stage.OVER
+        return self.life.state is LifeState.OVER
 
     @property
     def in_vain(self) -> bool:
@@ -279,9 +279,9 @@ class RunState:
         return self.plan.run.workers or sum(self.gathering.announced.values())
 
     @property
-    def stage(self) -> str:
+    def shown(self) -> str:
         """``waiting`` (for workers), ``running``, ``stopping`` or ``over``."""
-        return self.life.stage.shown
+        return self.life.state.shown
 
     def suffices(self, workers: int) -> bool:
         """Whether the run can begin with this many workers."""
@@ -291,7 +291,7 @@ class RunState:
     @property
     def leads(self) -> bool:
         """Whether other workers use what the elected worker has."""
-        return self.plan.run.leads(self.course.algorithm)
+        return self.plan.run.leads(self.phases.algorithm)
 
     def share(self, now: float) -> float:
         """Return the completed share of the run, 0 to 1; 0 for one without an end."""
@@ -331,9 +331,9 @@ class RunState:
         """Return what has been decided since the last call of this, with what has happened, for the stream."""
         if self.roster.happened or self.over:
             self.outbox.said = UNSAID
-            if self.stage != self.outbox.stage:
-                self.outbox.stage, reason = self.stage, self.stopping or self.joined()
-                self.happened(RunChanged(self.stage, reason.code, str(reason)))
+            if self.shown != self.outbox.shown:
+                self.outbox.shown, reason = self.shown, self.stopping or self.joined()
+                self.happened(RunChanged(self.shown, reason.code, str(reason)))
             self.outbox.decision.happened, self.roster.happened = self.roster.happened, []
         return self.outbox.take()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed import Testbed
-from lsgd.server.course import SAMPLES
+from lsgd.server.phases import SAMPLES
 from lsgd.server.reasons import Why
 from tests import golden
 

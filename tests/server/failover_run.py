@@ -12,9 +12,9 @@ from typing import Any
 from lsgd.plan.plan import Plan
 from lsgd.protocol.messages import Round, Stop
 from lsgd.server.coordinator import LINGER_S
-from lsgd.server.course import Course
 from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.next_step import waits_for
+from lsgd.server.phases import Phases
 from lsgd.server.state import RunState
 
 from .failover_host import BrokenError, Host, Worker
@@ -77,7 +77,7 @@ class World:
         self.names: dict[int, str] = {}
         self.workers: list[Worker] = []
         self.takeovers = 0
-        self._course = Course(plan.phases)
+        self._phases = Phases(plan.phases)
         self.cuts: set[frozenset[int]] = set()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order, self._runs = itertools.count(), itertools.count()
@@ -87,9 +87,9 @@ class World:
             host.boot()
 
     @property
-    def course(self) -> Any:
+    def phases(self) -> Any:
         """Of the servers: it is the plan's all the time."""
-        return self._course
+        return self._phases
 
     @property
     def is_over(self) -> bool:

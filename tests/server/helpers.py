@@ -312,7 +312,7 @@ def _check_nobody_waits_in_vain(state: RunState) -> None:
     roster, tokens, everybody = state.roster, state.ledger.tokens, list(state.roster.members.values())
     for member in everybody:
         group = queue_of(state, member)
-        if member.held and member.synced and group and member.iterates and not state.course.schedule.lockstep:
+        if member.held and member.synced and group and member.iterates and not state.phases.schedule.lockstep:
             assert tokens < 1 or group.tokens < 1
         if member.held or member.state is MemberState.CUT:
             assert not state.closed

@@ -254,7 +254,7 @@ class SimulatedRun:
             assert sorted(worker for worker, _ in pairs) == sorted(members)
             if round.scope == "global":
                 live = {m.worker for m in self.state.roster.members.values() if m.live}
-                end = min(self.plan.run.iterations, self.state.course.ends[self.state.course.number])
+                end = min(self.plan.run.iterations, self.state.phases.ends[self.state.phases.number])
                 out = sum(m.granted for m in self.state.roster.members.values() if not m.live)
                 left = end - self.state.ledger.count - out
                 assert set(members) == live or len(members) == left < len(live)
@@ -302,12 +302,12 @@ class SimulatedRun:
         exchange = self._exchanges[worker.round.id]
         exchange.completed.add(worker.name)
         own = {each for each in worker.learned if each[0] == worker.incarnation}
-        return exchange.model | (own if self.state.course.schedule.common else set())
+        return exchange.model | (own if self.state.phases.schedule.common else set())
 
     def _counts(self, worker: SimulatedWorker, round: Round) -> bool:
         """Whether a round takes in what a worker has learned: newcomers take another's model."""
         rank = round.generation.members.index(worker.name)
-        return rank not in round.new or (round.final and self.state.course.schedule.common)
+        return rank not in round.new or (round.final and self.state.phases.schedule.common)
 
     @property
     def codes(self) -> set[str]:

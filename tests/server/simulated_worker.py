@@ -182,7 +182,7 @@ class SimulatedWorker:
 
     @property
     def _lockstep(self) -> bool:
-        return bool(self.run.state.course.schedule.lockstep)
+        return bool(self.run.state.phases.schedule.lockstep)
 
     def _iterate(self) -> bool:
         """Get an iteration and make it; return whether there is another one."""

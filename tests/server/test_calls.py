@@ -332,7 +332,7 @@ def test_who_waits_in_a_call_stays_in_the_run_when_a_phase_of_gradients_begins()
     bench = before_gradients("00", "01")
     meet(bench, "00", v=1.0)
     bench.ask("01")
-    assert bench.state.course.algorithm.name == "allreduce"
+    assert bench.state.phases.algorithm.name == "allreduce"
     assert bench.round("01").generation.members == ("node0/worker1",)
     assert bench.member("00").state is MemberState.PAUSED
     bench.complete_all("01")

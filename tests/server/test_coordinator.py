@@ -260,7 +260,7 @@ def test_stopped_before_the_first_round(welcomed: bool) -> None:
 def test_stopped_without_a_reason() -> None:
     bench = started("00")
     bench.say(StopRun(""))
-    assert bench.state.stage == "stopping"
+    assert bench.state.shown == "stopping"
 
 
 def test_stopped_with_nobody_there() -> None:
@@ -957,7 +957,7 @@ def test_two_workers_with_the_same_batches_end_a_run_that_has_learned_nothing() 
     bench.data("00", "digest")
     bench.ask("02")
     bench.data("01", "digest")
-    assert bench.state.failed.code == "same_batches" and bench.state.stage == "over"
+    assert bench.state.failed.code == "same_batches" and bench.state.shown == "over"
     for place in ("00", "01", "02"):
         (refused, *_) = [m for m in bench.got[place] if isinstance(m, Refused)]
         assert refused.reason == bench.state.failed

@@ -291,11 +291,11 @@ def test_a_run_goes_back_to_the_phase_of_its_checkpoint() -> None:
         bench.complete_all("00") if bench.member("00").round else None
         bench.now += 1.0
         bench.ask("00")
-    assert (bench.state.course.number, bench.ledger.count) == (1, 5)
+    assert (bench.state.phases.number, bench.ledger.count) == (1, 5)
     bench.leave("00", did=True)
     bench.join("00", incarnation=2, resumed=3)
     bench.ask("00")
-    assert (bench.state.course.number, bench.ledger.count) == (0, 3)
+    assert (bench.state.phases.number, bench.ledger.count) == (0, 3)
     assert bench.round("00").algorithm.startswith('{"name": "local"')
-    assert "phase" in bench.codes and bench.state.course.pace.delay == 2
-    assert bench.state.course.pace.to_json()["steps_s"] == []
+    assert "phase" in bench.codes and bench.state.phases.pace.delay == 2
+    assert bench.state.phases.pace.to_json()["steps_s"] == []

@@ -256,9 +256,9 @@ def test_phase_changed_settings_and_the_time_go_on() -> None:
     bench.now += 30.0
     bench.tick()
     reborn(bench, REBOOTED_S)
-    course = bench.state.course
-    assert (course.number, course.algorithm.name, course.schedule.period) == (1, "leader", 8)
-    assert course.next_algorithm.period == 16
+    phases = bench.state.phases
+    assert (phases.number, phases.algorithm.name, phases.schedule.period) == (1, "leader", 8)
+    assert phases.next_algorithm.period == 16
     assert bench.book.averages, "the phase has begun, and its first round is open"
     assert bench.state.plan.run.iterations == 50
     assert bench.state.share(bench.now) == pytest.approx(max(4 / 50, 30 / 1000))

@@ -64,7 +64,7 @@ def test_one_who_has_finished_waits_outside_rounds_and_gets_the_consensus() -> N
     before = bench.book.ordered["global"]
     train(bench, "01", 20)
     assert bench.book.ordered["global"] > before, "the other one has its rounds"
-    assert bench.state.stage == "running"
+    assert bench.state.shown == "running"
     bench.ask("01", wants=wants.Round(), steps=STEPS)
     final = bench.round_of("00")
     assert final.final and final.new == (0,), "it takes over the model of those that trained on"
@@ -171,7 +171,7 @@ def one_finishes_after_another_has_failed() -> Bench:
 def test_who_failed_in_the_middle_has_time_to_come_back() -> None:
     bench = one_finishes_after_another_has_failed()
     bench.tick(15.0)
-    assert bench.state.stage == "running"
+    assert bench.state.shown == "running"
     before, end = bench.roster.left["node0/worker1"].step, bench.member("00").step
     (welcome,) = bench.join("01", incarnation=2)["01"]
     assert isinstance(welcome, Welcome) and welcome.step == before < end
@@ -180,7 +180,7 @@ def test_who_failed_in_the_middle_has_time_to_come_back() -> None:
     bench.complete_all("00", "01")
     bench.ask("00", did=False, wants=wants.End(), steps=STEPS)
     train(bench, "01", 5)
-    assert bench.state.stage == "running"
+    assert bench.state.shown == "running"
 
 
 def test_who_failed_and_does_not_come_back_is_not_waited_for() -> None:
@@ -201,7 +201,7 @@ def test_a_worker_that_hangs_holds_up_the_end_for_a_while_only() -> None:
     bench = started("00", "01", patience_s=5.0)
     finish(bench, "00", "01")
     bench.tick(40.0)
-    assert bench.member("01").state is MemberState.BUSY and bench.state.stage == "running"
+    assert bench.member("01").state is MemberState.BUSY and bench.state.shown == "running"
     bench.tick(15.0)
     assert bench.state.stopping.code == "stalled" and bench.round_of("00").final
 
@@ -214,9 +214,9 @@ def test_one_that_hangs_before_another_ends_its_loop_is_waited_for_as_long(how: 
         bench.pause("01")
     bench.ask("00", wants=wants.Round(), steps=STEPS)
     bench.tick(45.0)
-    assert bench.member("00").held and bench.state.stage == "running"
+    assert bench.member("00").held and bench.state.shown == "running"
     bench.tick(15.0)
-    assert (bench.state.stage == "stopping") == ends
+    assert (bench.state.shown == "stopping") == ends
     if ends:
         assert bench.state.stopping.code == "stalled" and bench.round_of("00").final
 
@@ -227,7 +227,7 @@ def test_a_round_in_which_bytes_move_does_not_end_the_run_of_those_that_have_fin
     while bench.member("01").round is None:
         train(bench, "01", 1) if not bench.member("01").held else bench.ask("02", steps=STEPS)
     bench.transfer("01", 60)
-    assert bench.state.stage == "running" and bench.member("01").round
+    assert bench.state.shown == "running" and bench.member("01").round
     bench.transfers.clear()
     bench.tick(51.0)
     assert bench.state.stopping.code == "stalled"
@@ -240,7 +240,7 @@ def test_who_trains_on_and_asks_ahead_does_not_end_the_run_of_those_that_have_fi
     for _ in range(10):
         bench.tick(10.0)
         assert bench.ask_ahead("01", did=1) is not None
-    assert bench.state.stage == "running" and bench.member("00").state is MemberState.FINISHED
+    assert bench.state.shown == "running" and bench.member("00").state is MemberState.FINISHED
     bench.tick(51.0)
     assert bench.state.stopping.code == "stalled"
 

@@ -24,8 +24,8 @@ from lsgd.plan.plan import Phase as PlanPhase
 from lsgd.plan.plan import Plan
 from lsgd.plan.run import RunSettings
 from lsgd.server.coordinator import Coordinator
-from lsgd.server.course import Pace
 from lsgd.server.journal import capture, restore
+from lsgd.server.phases import Pace
 from lsgd.server.reasons import Why
 from lsgd.server.report import report
 from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
@@ -63,7 +63,7 @@ class Timed:
         self.ask_all()
         self.bench.complete_all(*PAIR)
         self.step_s, self.round_s, self.transfer_s = 0.01, 0.1, 0.0
-        self.periods = [self.bench.state.course.schedule.period]
+        self.periods = [self.bench.state.phases.schedule.period]
         self.said: list[str] = []
 
     def ask_all(self) -> None:
@@ -72,7 +72,7 @@ class Timed:
 
     def stretch(self) -> int:
         """Make the steps up to the next global round, and that round; return the period from there."""
-        bench, delay = self.bench, self.bench.state.course.schedule.delay
+        bench, delay = self.bench, self.bench.state.phases.schedule.delay
         for step in range(self.periods[-1]):
             bench.now += self.step_s
             if step + 1 == delay and math.isfinite(self.transfer_s):  # the result is due
@@ -83,11 +83,11 @@ class Timed:
                 for place in PAIR:
                     bench.complete_all(place)
         assert bench.round(*PAIR).scope == "global"
-        waits = not bench.state.course.schedule.delay and 0.0 < self.transfer_s < math.inf
+        waits = not bench.state.phases.schedule.delay and 0.0 < self.transfer_s < math.inf
         bench.now += self.round_s + (self.transfer_s if waits else 0.0)
         bench.complete_all(*PAIR, transfer_s=self.transfer_s)
-        settings = json.loads(bench.book.elections and bench.state.course.to_json())
-        assert settings["period"] == bench.state.course.schedule.period
+        settings = json.loads(bench.book.elections and bench.state.phases.to_json())
+        assert settings["period"] == bench.state.phases.schedule.period
         self.periods.append(settings["period"])
         return self.periods[-1]
 
@@ -172,7 +172,7 @@ def test_servers_and_simulated_workers_follow_the_same_ramps() -> None:
 )
 def test_a_run_without_an_end_or_with_phases_has_no_ramps(plan: Plan) -> None:
     bench = started(*PAIR, plan=plan)
-    assert bench.state.course.schedule.period == 8
+    assert bench.state.phases.schedule.period == 8
 
 
 @pytest.mark.parametrize("delay", [0, 3])
@@ -224,7 +224,7 @@ def test_the_best_period(exchange_steps: float, workers: int, steps: float, peri
 def test_auto_follows_a_link_that_changes_and_says_why() -> None:
     timed = Timed(ElasticSettings(period=0))
     assert timed.periods == [1]
-    assert timed.stretch() == 1 and timed.bench.state.course.why.code == "unmeasured"  # the first is not timed
+    assert timed.stretch() == 1 and timed.bench.state.phases.why.code == "unmeasured"  # the first is not timed
     assert timed.stretch() == 98  # 0.1 s, beside steps of 0.01 s
     assert timed.said == [Why.PERIOD(period=98, delay="", reason=Why.MEASURED(round_s=0.1, step_s=0.01))]
     timed.stretches(4)
@@ -257,7 +257,7 @@ def test_a_delay_hides_what_members_say_of_transfers(delay: int, period: int) ->
     timed.round_s, timed.transfer_s = 0.0, 0.1
     assert timed.periods == [delay + 1]
     assert timed.stretches(4) == period == best_schedule(Exchange(0.0, 10.0), 2, delay=delay)[0]
-    assert str(timed.bench.state.course.why) == Why.MEASURED(round_s=0.1, step_s=0.01)
+    assert str(timed.bench.state.phases.why) == Why.MEASURED(round_s=0.1, step_s=0.01)
     if delay:
         timed.transfer_s = 0.0  # as in a generation's second round, if the first had newcomers
         assert timed.stretches(4) == period
@@ -279,36 +279,36 @@ def test_with_muon_the_servers_choose_a_delay() -> None:
     """It hides the transfer, and goes again where the link is so fast that it costs more than it brings."""
     timed = Timed(LocalSettings(period=0, delay=-1), muon=(True, True))
     timed.round_s, timed.transfer_s = 0.02, 0.1
-    course = timed.bench.state.course
-    assert timed.stretches(4) == 67 and course.schedule.delay == 10
+    phases = timed.bench.state.phases
+    assert timed.stretches(4) == 67 and phases.schedule.delay == 10
     assert timed.said == [
         Why.PERIOD(period=67, delay=" with a delay of 10", reason=Why.MEASURED(round_s=0.12, step_s=0.01))
     ]
     shown = json.loads(report(timed.bench.state, timed.bench.now))
     assert (shown["period"], shown["delay"]) == (67, 10)
-    assert json.loads(course.to_json())["delay"] == 10
+    assert json.loads(phases.to_json())["delay"] == 10
     timed.transfer_s = 0.001
-    assert timed.stretches(4) == best_schedule(Exchange(2.0, 0.1), 2)[0] and course.schedule.delay == 0
+    assert timed.stretches(4) == best_schedule(Exchange(2.0, 0.1), 2)[0] and phases.schedule.delay == 0
 
 
 @pytest.mark.parametrize("muon", [(False, False), (True, False)])
 def test_there_is_no_delay_where_a_workers_optimizer_bears_none(muon) -> None:
     timed = Timed(LocalSettings(period=0, delay=-1), muon=muon)
     timed.round_s, timed.transfer_s = 0.0, 0.1
-    assert timed.stretches(4) == 98 and timed.bench.state.course.schedule.delay == 0
+    assert timed.stretches(4) == 98 and timed.bench.state.phases.schedule.delay == 0
 
 
 def test_a_delay_beside_a_period_of_the_plan_and_one_of_an_operator() -> None:
     timed = Timed(LocalSettings(period=16, delay=-1), muon=(True, True))
     timed.round_s, timed.transfer_s = 0.0, 1.0
-    course = timed.bench.state.course
-    assert timed.stretches(4) == 16 and course.schedule.delay == 8  # half the period, at most
+    phases = timed.bench.state.phases
+    assert timed.stretches(4) == 16 and phases.schedule.delay == 8  # half the period, at most
     timed.bench.coordinator.change({"delay": "3"})
-    assert timed.stretch() == 16 and (course.schedule.delay, course.why.code) == (3, "planned")
+    assert timed.stretch() == 16 and (phases.schedule.delay, phases.why.code) == (3, "planned")
     timed.bench.coordinator.change({"delay": "auto", "period": "4"})
-    assert timed.stretch() == 4 and course.schedule.delay == 2
+    assert timed.stretch() == 4 and phases.schedule.delay == 2
     timed.bench.coordinator.change({"delay": "0"})
-    assert timed.stretch() == 4 and course.schedule.delay == 0
+    assert timed.stretch() == 4 and phases.schedule.delay == 0
 
 
 def test_at_the_ends_of_a_run_the_delay_is_as_short_as_the_period_asks() -> None:
@@ -317,7 +317,7 @@ def test_at_the_ends_of_a_run_the_delay_is_as_short_as_the_period_asks() -> None
     seen = []
     while sum(timed.periods) < 400:
         timed.stretch()
-        seen.append((timed.bench.state.course.schedule.period, timed.bench.state.course.schedule.delay))
+        seen.append((timed.bench.state.phases.schedule.period, timed.bench.state.phases.schedule.delay))
     assert {(16, 8), (8, 4), (4, 2), (2, 1), (1, 0)} <= {*seen}
     assert all(delay <= period // 2 for period, delay in seen)
 
@@ -326,7 +326,7 @@ def test_there_is_no_delay_while_a_newcomer_downloads() -> None:
     """With one it could not follow the rounds, so all would wait for it."""
     timed = Timed(LocalSettings(period=16, delay=-1), muon=(True, True))
     timed.round_s, timed.transfer_s = 0.0, 0.05
-    bench, schedule = timed.bench, lambda: timed.bench.state.course.schedule
+    bench, schedule = timed.bench, lambda: timed.bench.state.phases.schedule
     timed.stretches(3)
     assert schedule().delay == 5
     bench.join("20", bears_delay=True)
@@ -343,7 +343,7 @@ def test_there_is_no_delay_while_a_newcomer_downloads() -> None:
         newcomer = bench.member("20").round
         assert newcomer is not None
         bench.complete("20", newcomer.round.id, lacking=lacking)
-        steps_s = bench.state.course.pace.to_json()["steps_s"]
+        steps_s = bench.state.phases.pace.to_json()["steps_s"]
         assert steps_s == pytest.approx([0.01] * len(steps_s), rel=0.05), "whoever makes the iterations"
         return schedule().delay
 
@@ -352,7 +352,7 @@ def test_there_is_no_delay_while_a_newcomer_downloads() -> None:
 
 def test_with_a_delay_nothing_is_known_before_a_transfer_is_over() -> None:
     timed = Timed(LocalSettings(period=0, delay=2))
-    assert timed.stretches(3) == 3 and timed.bench.state.course.why.code == "unmeasured"
+    assert timed.stretches(3) == 3 and timed.bench.state.phases.why.code == "unmeasured"
     timed.transfer_s = 0.1
     assert timed.stretches(2) > 3
 
@@ -452,7 +452,7 @@ def test_rounds_that_are_made_again_and_first_ones_are_not_timed() -> None:
             bench.ask(place, same=True, dropped=order.id)
         bench.now += 70.0
         bench.complete_all(*PAIR)
-    assert bench.state.course.pace.to_json()["rounds_s"] == []
+    assert bench.state.phases.pace.to_json()["rounds_s"] == []
     assert timed.stretches(9) == 98
 
 
@@ -465,8 +465,8 @@ def test_another_phase_is_timed_anew() -> None:
         if bench.member("00").round is not None:
             bench.now += 0.1
             bench.complete_all(*PAIR)
-    course = bench.state.course
-    assert (course.algorithm.name, course.schedule.period, course.why.code) == ("elastic", 1, "unmeasured")
+    phases = bench.state.phases
+    assert (phases.algorithm.name, phases.schedule.period, phases.why.code) == ("elastic", 1, "unmeasured")
 
 
 def test_a_server_that_is_started_again_goes_on_with_what_was_measured() -> None:
@@ -476,11 +476,11 @@ def test_a_server_that_is_started_again_goes_on_with_what_was_measured() -> None
     saved = json.loads(json.dumps(capture(bench.state, bench.now)))
     bench.coordinator = Coordinator(restore(saved, 5000.0))
     bench.now = 5000.0
-    course = bench.state.course
-    assert (course.schedule.period, course.why) == (98, Why.MEASURED(round_s=0.1, step_s=0.01))
+    phases = bench.state.phases
+    assert (phases.schedule.period, phases.why) == (98, Why.MEASURED(round_s=0.1, step_s=0.01))
     bench.ask_all(*PAIR)  # nothing was granted: the next global round comes at once
     bench.complete_all(*PAIR)
-    assert course.schedule.period == 98
+    assert phases.schedule.period == 98
     timed.round_s = 0.4
     assert timed.stretches(4) == best_schedule(Exchange(40.0), 2)[0]
 

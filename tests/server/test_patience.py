@@ -216,12 +216,12 @@ def test_a_phase_ends_without_the_iterations_that_are_out() -> None:
     phases = (PlanPhase(LocalSettings(period=1), 6), PlanPhase(LeaderSettings(period=8, local_period=8)))
     plan = Plan(RunSettings(workers=3, iterations=100, patience_s=30.0), phases)
     bench = with_a_straggler(plan=plan)
-    assert (bench.ledger.count, bench.state.course.number) == (2, 0)
+    assert (bench.ledger.count, bench.state.phases.number) == (2, 0)
     bench.complete_all("00", "02")
     bench.ask_all("00", "02")  # four are made, one is out, one is left
-    assert bench.state.course.number == 0
+    assert bench.state.phases.number == 0
     bench.ask(next(p for p in ("00", "02") if bench.member(p).state is MemberState.BUSY))
-    assert (bench.ledger.count, bench.state.course.number) == (5, 1)
+    assert (bench.ledger.count, bench.state.phases.number) == (5, 1)
     bench.ask("01")
     assert bench.ledger.count == 5, "the next phase has no place for it"
 

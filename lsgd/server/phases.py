@@ -139,7 +139,7 @@ class Stretch:
     why: Reason
 
 
-class Course:
+class Phases:
     """The algorithm of the current phase, with its current settings.
 
     Attributes:
@@ -153,12 +153,12 @@ class Course:
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         self.changes = Changes()
-        self.phases = phases
+        self.planned = phases
         self.ends = [*accumulate(phase.iterations for phase in phases[:-1]), math.inf]
         algorithm = phases[0].algorithm
-        self.begin(Stretch(0, algorithm, algorithm, Pace(), PLANNED))
+        self.follow(Stretch(0, algorithm, algorithm, Pace(), PLANNED))
 
-    def begin(self, stretch: Stretch) -> None:
+    def follow(self, stretch: Stretch) -> None:
         """Follow a stretch from now on."""
         self.changes.count += 1
         self.number, self.next_algorithm, self.algorithm = stretch.number, stretch.planned, stretch.algorithm
@@ -194,10 +194,10 @@ class Course:
         number, planned, pace = self.number, self.next_algorithm, self.pace.at(now, count)
         while self.ends[number] - given < (members if planned.schedule().lockstep else 1):
             number += 1
-            planned = self.phases[number].algorithm
+            planned = self.planned[number].algorithm
         if number != self.number:
             pace = Pace()  # another algorithm sends other bytes
-        progress = progress if len(self.phases) == 1 else None  # only then the period follows it
+        progress = progress if len(self.planned) == 1 else None  # only then the period follows it
         schedule = planned.schedule()
         delay = None if planned.delay_is_auto and bears_delay else schedule.delay
         fixed = None if planned.period_is_auto else schedule.period
@@ -219,6 +219,6 @@ class Course:
         if self.number == before:
             return False
         self.changes.count += 1
-        self.next_algorithm = self.phases[self.number].algorithm
+        self.next_algorithm = self.planned[self.number].algorithm
         self.pace = Pace()
         return True
