@@ -174,8 +174,8 @@ def measure(browser: Any, workers: int, seconds: int, failures: int, watched_s: 
     """Show the page of a run of so many workers that has been running for so long, and measure it."""
     story, source = Story(), Replay(workers, seconds, failures)
     while (batch := source.read(0.1)).more:
-        story.take(batch)
-    story.take(batch)
+        story.apply(batch)
+    story.apply(batch)
     made_ms = []
     for _ in range(5):
         began_at = time.process_time()

@@ -94,7 +94,7 @@ class QuantizedState:
         try:
             # After a failure, leftovers of earlier exchanges would be mistaken for later ones.
             if self._failure is None:
-                self._pipeline.begin(_completed(stages, gradient, future))
+                self._pipeline.start(_completed(stages, gradient, future))
                 if is_last:
                     self._pipeline.complete()
         except Exception as error:

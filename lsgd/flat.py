@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lsgd.errors import ConfigError, LsgdError
-from lsgd.scattered import Memory, Place
+from lsgd.scattered import Memory, Span
 from lsgd.shards import is_sharded, local, reshard, sharded_modules, sharding_of
 
 ALIGNMENT_NBYTES = 64
@@ -118,15 +118,15 @@ class FlatParameters:
             for index, (dtype, device) in enumerate(self.layout.kinds)
         ]
 
-    def _places_in(self, index: int) -> list[Place]:
+    def _places_in(self, index: int) -> list[Span]:
         """Return the places of a vector: those of its parameters, and padding between them."""
         slots, (dtype, device) = [s for s in self.slots if s.buffer == index], self.layout.kinds[index]
         ends = [*(slot.offset for slot in slots[1:]), self.layout.lengths[index]]
         padding = torch.zeros(ends[-1] - sum(slot.numel for slot in slots), dtype=dtype, device=device)
         self._padding.append(padding)
         pieces = torch.split(padding, [end - slot.offset - slot.numel for slot, end in zip(slots, ends, strict=True)])
-        own = [Place(slot.held, slot.shape, slot.stride) for slot in slots]
-        between = [Place(piece.detach, piece.shape, (1,)) for piece in pieces]
+        own = [Span(slot.held, slot.shape, slot.stride) for slot in slots]
+        between = [Span(piece.detach, piece.shape, (1,)) for piece in pieces]
         return [place for both in zip(own, between, strict=True) for place in both]
 
     @property

@@ -44,7 +44,7 @@ def listen_if_asked() -> None:
     """Let the recorder listen from now on, if ``lsgd check`` has started this process."""
     global _listening
     if (folder := os.environ.get(FOLDER_VARIABLE)) and type(_listening) is Observer:
-        _listening = importlib.import_module("lsgd.check.recorder").begin(folder)
+        _listening = importlib.import_module("lsgd.check.recorder").start(folder)
 
 
 def observed(call: Callable[P, R]) -> Callable[P, R]:

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Place:
+class Span:
     """A range of a vector's elements.
 
     Args:
@@ -60,8 +60,8 @@ class Lent(NamedTuple):
     sizes: list[int]
     rows: list[Tensor]
     held: list[Tensor]
-    shaped: dict[int, Place]
-    copies: dict[int, tuple[Place, Tensor]]
+    shaped: dict[int, Span]
+    copies: dict[int, tuple[Span, Tensor]]
 
     def beside(self, other: Tensor) -> list[Tensor]:
         """Return the same parts of another row, in the same shapes."""
@@ -85,7 +85,7 @@ class Memory:
         device: where an operation takes place, and what it makes.
     """
 
-    def __init__(self, places: Sequence[Place], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, places: Sequence[Span], dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
         self._places = [place for place in places if place.numel]
         self._starts = [0, *accumulate(place.numel for place in self._places)]

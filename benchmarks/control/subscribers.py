@@ -18,7 +18,7 @@ def main() -> None:
     while True:
         began_at = time.monotonic()
         for reader, view in readers:
-            view.take(reader.read(ASK_EVERY_S / len(readers)))
+            view.apply(reader.read(ASK_EVERY_S / len(readers)))
         if not started and all(view.connected for _, view in readers):
             started = True
             print("started", flush=True)

@@ -94,12 +94,12 @@ class GradientAlgorithm(Algorithm):
         result = self._results.get(index)
         if result is None or result.shape != gradient.shape:
             result = self._results[index] = torch.empty_like(gradient)
-        self._pipeline.begin(self.reduce(gradient, result, index, group, order))
+        self._pipeline.start(self.reduce(gradient, result, index, group, order))
 
     @no_grad
     def count(self, present: Tensor, group: Group) -> None:
         """Begin to replace ``present``, 1 for each gradient that is there and else 0, by its sum over all members."""
-        self._pipeline.begin(_summed(present, group))
+        self._pipeline.start(_summed(present, group))
 
     @no_grad
     def complete(self) -> None:

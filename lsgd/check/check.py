@@ -32,17 +32,17 @@ class Check:
         self._watched: list[Watched] = []
         self._alone: Run | None = None  # one worker's run, if it was made
 
-    def end(self) -> None:
+    def close(self) -> None:
         """End everything that was started."""
         for each in self._watched:
-            each.end()
+            each.terminate()
 
     def judge(self, points: Collection[int]) -> list[Verdict]:
         """Run the script as these points need it, and return what is said of each."""
         try:
             return self._judge(points)
         finally:
-            self.end()
+            self.close()
 
     def _judge(self, points: Collection[int]) -> list[Verdict]:
         wanted, verdicts, runs = set(points), dict[int, Verdict](), True

@@ -58,7 +58,7 @@ def _timed(hook: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def begin(folder: str) -> "Recorder":
+def start(folder: str) -> "Recorder":
     """Return this process's recorder."""
     return Recorder(Path(folder))
 

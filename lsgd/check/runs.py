@@ -139,7 +139,7 @@ class Watched:
                 moved_at, seen = time.monotonic(), sum(len(life.moving) for life in lives)
             if time.monotonic() - moved_at > self._script.patience_s:
                 self._waits = where_they_are(lives) or f"no worker has joined within {self._script.patience_s:g} s"
-                self.end()
+                self.terminate()
                 return False
             time.sleep(POLL_S)
         return False
@@ -202,13 +202,13 @@ class Watched:
         lives, status = self.lives(), self._process.poll()
         again = status is None and _train_again(lives)
         if goes_on or again:
-            self.end()
+            self.terminate()
         logs = {path.stem: tail(path) for path in sorted(self._run.glob("*.log"))} | {"launcher": tail(self._log)}
         ended = None if goes_on or self._waits else 0 if again else status
         run = Run(self._name, self._workers, lives, ended, self._stopped, self._killed, self._waits, logs, self._own)
         return run
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """End everything, at once if need be."""
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
             if self._process.poll() is not None:

@@ -83,7 +83,7 @@ def _in_words(devices: int, processes: int) -> str:
 
 
 @main.command("launch", short_help="Run a script as each worker of this machine.")
-@options.place
+@options.node_options
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
@@ -400,7 +400,7 @@ def stop_command(connect: str, keys: ConnectorKeys | None, reason: str) -> None:
 
 
 @main.command("doctor", short_help="Check this machine, and the network to others.")
-@options.place
+@options.node_options
 @click.option("--port", type=click.IntRange(1, 65535), default=DEFAULT_PORT, show_default=True)
 @click.option("--parameters", default="25M", show_default=True, help="Of your model: 100M.")
 @click.option("--step-ms", type=options.Number(0.001), default=100.0, show_default=True, help="Time of one iteration.")

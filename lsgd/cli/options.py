@@ -147,7 +147,7 @@ plan = functools.partial(click.option, "--plan", "plan_path", envvar="LSGD_PLAN"
 """The option for the plan, with its variable."""
 
 
-def place(command: Callable[..., Any]) -> Callable[..., Any]:
+def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a node's command the options for :func:`find_place`."""
     for option in (
         click.option("--address", help="Address of node 0, the same on all nodes; without --node, the scheduler's."),

@@ -19,8 +19,8 @@ class Pipeline:
     def __init__(self) -> None:
         self._in_flight: list[Iterator[None]] = []
 
-    def begin(self, stages: Iterator[None]) -> None:
-        """Begin an exchange, and advance all earlier ones."""
+    def start(self, stages: Iterator[None]) -> None:
+        """Start an exchange, and advance all earlier ones."""
         self._in_flight.append(stages)
         self._advance()
 

@@ -11,7 +11,7 @@ from typing import Any
 from lsgd.client.control.closing import end_script
 from lsgd.client.worker import Worker
 from lsgd.errors import ConfigError, JoinError, LsgdError, RunOverError, SecondJoinError
-from lsgd.integrations.ray_seats import Place
+from lsgd.integrations.ray_seats import RayWorker
 from lsgd.plan.plan import read
 from lsgd.protocol.keys import default_folder
 from lsgd.run_folder import CHECKPOINTS, newest
@@ -117,7 +117,7 @@ class LsgdBackend(Backend):
         Raises:
             ConfigError: the number of workers may change, and lsgd's configuration does not say so.
         """
-        places: list[Place] = worker_group.execute(_place)
+        places: list[RayWorker] = worker_group.execute(_place)
         if places[0].elastic and not backend_config.elastic:
             raise ConfigError(
                 "ScalingConfig lets the number of workers change: say so to lsgd, too: LsgdConfig(elastic=True). Ray "
@@ -137,7 +137,7 @@ class LsgdBackend(Backend):
 
     def _end(self) -> None:
         if self._servers is not None:
-            self._servers.end()
+            self._servers.stop()
         self._servers = None
 
 
@@ -152,14 +152,14 @@ class ElasticBackend(LsgdBackend):
 _main: Any = None  # the actor of the global server
 
 
-def _place() -> Place:
+def _place() -> RayWorker:
     context, storage = ray.train.get_context(), get_train_context().get_storage()
     is_shared = storage.storage_filesystem.type_name == "local"
     folder = storage.experiment_fs_path if is_shared else storage.local_working_directory
     run_dir, node_id = Path(folder, "lsgd"), ray.get_runtime_context().get_node_id()
     saved = tuple(newest(run_dir / CHECKPOINTS))
     elastic = get_train_context().train_run_context.scaling_config.elasticity_enabled
-    return Place(context.get_world_rank(), context.get_world_size(), node_id, str(run_dir), saved, elastic)
+    return RayWorker(context.get_world_rank(), context.get_world_size(), node_id, str(run_dir), saved, elastic)
 
 
 def _enter(variables: Mapping[str, str], main: Any) -> None:

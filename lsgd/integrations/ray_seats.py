@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class RayWorker:
     """Where Ray has put a worker.
 
     Args:
@@ -39,17 +39,19 @@ class Seats:
         self.nodes: dict[str, int] = {}
         self._taken: dict[int, tuple[int, int]] = {}  # node and index, by Ray's rank
 
-    def take(self, place: Place) -> tuple[int, int, bool]:
+    def assign(self, worker: RayWorker) -> tuple[int, int, bool]:
         """Return the node and the index of a new worker, and whether it takes the place of one of this run."""
-        saved = [(int(node), int(index)) for node, index in re.findall(r"node(\d+)/worker(\d+)", " ".join(place.saved))]
-        node = self.nodes.setdefault(place.node_id, self._number(saved))
-        replaces = place.rank in self._taken
-        before, index = self._taken.get(place.rank, (-1, 0))
+        saved = [
+            (int(node), int(index)) for node, index in re.findall(r"node(\d+)/worker(\d+)", " ".join(worker.saved))
+        ]
+        node = self.nodes.setdefault(worker.node_id, self._number(saved))
+        replaces = worker.rank in self._taken
+        before, index = self._taken.get(worker.rank, (-1, 0))
         if before != node:
             taken = [other for home, other in self._taken.values() if home == node]
             free = [index for index in range(len(taken) + 1) if index not in taken]
             index = next((index for home, index in saved if home == node and index not in taken), free[0])
-        self._taken[place.rank] = node, index
+        self._taken[worker.rank] = node, index
         return node, index, replaces
 
     def _number(self, saved: list[tuple[int, int]]) -> int:

@@ -15,7 +15,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lsgd.errors import ConfigError
-from lsgd.integrations.ray_seats import Place, Seats
+from lsgd.integrations.ray_seats import RayWorker, Seats
 from lsgd.node.elsewhere import Elsewhere, Knock, dial
 from lsgd.node.local_server import LocalServer
 from lsgd.plan.plan import Plan
@@ -47,7 +47,7 @@ class Servers:
         ConfigError: the keys or the run folder cannot be made.
     """
 
-    def __init__(self, plan: Plan, keys: Path, places: Sequence[Place]) -> None:
+    def __init__(self, plan: Plan, keys: Path, places: Sequence[RayWorker]) -> None:
         self._run_dir, self._workers = Path(places[0].run_dir), places[0].workers
         self._seats = Seats()
         self._local: dict[int, Any] = {}  # the server of each node, by its number
@@ -66,13 +66,13 @@ class Servers:
         serve = partial(_serve_global, plan, self._address, self._keys, self._run_dir)
         self.main = _actor("lsgd global server", serve, ray.get_runtime_context().get_node_id())
 
-    def seat(self, places: Sequence[Place]) -> list[dict[str, str]]:
+    def seat(self, places: Sequence[RayWorker]) -> list[dict[str, str]]:
         """Return the variables of each new worker.
 
         Raises:
             ConfigError: a server cannot be started.
         """
-        seats = [self._seats.take(place) for place in places]
+        seats = [self._seats.assign(place) for place in places]
         for node_id, node in self._seats.nodes.items():
             if node not in self._local:
                 self._local[node] = self._start(node, node_id)
@@ -80,10 +80,10 @@ class Servers:
         addresses = dict(zip(self._local, found, strict=True))
         return [self._variables(place, *seat, addresses[seat[0]]) for place, seat in zip(places, seats, strict=True)]
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Stop the run, if it is not over: the workers complete a last round, and save. Then end the servers."""
         with suppress(ray.exceptions.RayError):
-            ray.get(self.main.end.remote(END_WITHIN_S))
+            ray.get(self.main.stop.remote(END_WITHIN_S))
         for actor in (self.main, *self._local.values()):
             ray.kill(actor)
         self._held.close()
@@ -95,7 +95,7 @@ class Servers:
         serve = partial(_serve_local, node, secrets.token_hex(4), self._address, token)
         return _actor(f"lsgd node{node}", serve, node_id)
 
-    def _variables(self, place: Place, node: int, index: int, replaces: bool, address: str) -> dict[str, str]:
+    def _variables(self, place: RayWorker, node: int, index: int, replaces: bool, address: str) -> dict[str, str]:
         variables = {
             "LSGD_LOCAL": address,
             "LSGD_NODE": str(node),
@@ -139,7 +139,7 @@ class Server:
         """Whether it has ended in order."""
         return self._over
 
-    def end(self, within_s: float) -> None:
+    def stop(self, within_s: float) -> None:
         """End its run, and wait for that."""
         self._ending.ask("word from Ray")
         self._thread.join(within_s)

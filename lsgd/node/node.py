@@ -176,7 +176,7 @@ class Node:
         finally:
             for child in self._children.alive():
                 child.send(signal.SIGKILL)
-            if left := orphans.end(ORPHAN_PATIENCE_S):
+            if left := orphans.terminate(ORPHAN_PATIENCE_S):
                 self._say(f"ended what the workers' scripts had left running: processes {left}")
             if self._stage.panel:
                 self._stage.panel.close()

@@ -73,7 +73,7 @@ class Panel(threading.Thread):
         with Reader(address, keys) as reader:
             while run.now.state != "over" and not self._closing.is_set() and self._where()[0] == address:
                 batch = reader.read(EVERY_S)
-                run.take(batch)
+                run.apply(batch)
                 now = time.monotonic()
                 if not run.now.run or batch.more or now - shown_at < EVERY_S:
                     continue

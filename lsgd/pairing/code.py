@@ -72,13 +72,13 @@ class OwnCode:
         """Whether nobody can pair by it any more."""
         return self.wrong >= TRIES
 
-    def begin(self) -> bool:
+    def acquire(self) -> bool:
         """Begin a try, if one is left: tries at the same time count as wrong until they are over."""
         may = self.wrong + self.under_way < TRIES
         self.under_way += may
         return may
 
-    def end(self, *, wrong: bool) -> None:
+    def release(self, *, wrong: bool) -> None:
         """End a try. One that was broken off before its proof has told nobody anything, and does not count."""
         self.under_way -= 1
         self.wrong += wrong

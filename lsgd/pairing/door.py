@@ -12,7 +12,7 @@ from lsgd.pairing.about import About, differences
 from lsgd.pairing.code import OwnCode
 from lsgd.pairing.peers import Peer, Peers
 from lsgd.pairing.record import Run
-from lsgd.pairing.session import AskForCode, Effect, End, Heard, Hello, Paired, Session, Stage, WrongCode
+from lsgd.pairing.session import AskForCode, Effect, End, Heard, Hello, Paired, Session, State, WrongCode
 from lsgd.pairing.wire import Wire
 from lsgd.protocol.keys import KeyRing, default_folder, is_local, node_name
 from lsgd.protocol.ports import everywhere
@@ -93,7 +93,7 @@ class Door:
                 link.close()
                 continue
             self._wires.append(wire)
-            unproved = [wire for wire in self._wires if wire.session.stage is not Stage.PAIRED]
+            unproved = [wire for wire in self._wires if wire.session.state is not State.PAIRED]
             if len(unproved) > MAX_LINKS:
                 self._drop(unproved[0], now)
         for wire in list(self._wires):
@@ -104,7 +104,7 @@ class Door:
 
     def type(self, code: str, now: float) -> None:
         """Try a code that a person has typed here: that of the machine which is waiting."""
-        waiting = [wire for wire in self._wires if wire.session.stage is Stage.CHOOSING]
+        waiting = [wire for wire in self._wires if wire.session.state is State.CHOOSING]
         if len(waiting) == 1:
             waiting[0].do(waiting[0].session.type(code, now), now)
         elif waiting:

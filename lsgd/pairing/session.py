@@ -94,7 +94,7 @@ class End:
 Effect = Send | AskForCode | WrongCode | Paired | Heard | End
 
 
-class Stage(enum.Enum):
+class State(enum.Enum):
     """Where a conversation is."""
 
     GREETING = "greeting"
@@ -107,13 +107,13 @@ class Stage(enum.Enum):
 
 
 _WITHIN_S = {
-    Stage.GREETING: HELLO_WITHIN_S,
-    Stage.CHOOSING: CODE_WITHIN_S,
-    Stage.OFFERED: PROOF_WITHIN_S,
-    Stage.ANSWERED: PROOF_WITHIN_S,
-    Stage.PROVED: PROOF_WITHIN_S,
-    Stage.PAIRED: TALK_WITHIN_S,
-    Stage.ENDED: math.inf,
+    State.GREETING: HELLO_WITHIN_S,
+    State.CHOOSING: CODE_WITHIN_S,
+    State.OFFERED: PROOF_WITHIN_S,
+    State.ANSWERED: PROOF_WITHIN_S,
+    State.PROVED: PROOF_WITHIN_S,
+    State.PAIRED: TALK_WITHIN_S,
+    State.ENDED: math.inf,
 }
 
 
@@ -135,7 +135,7 @@ class Session:
         self, own: Hello, code: OwnCode, secret_of: Callable[[str], bytes], now: float, *, hosts: bool
     ) -> None:
         self.other: Hello | None = None
-        self.stage = Stage.GREETING
+        self.state = State.GREETING
         self._own = own
         self._code = code
         self._secret_of = secret_of
@@ -148,7 +148,7 @@ class Session:
         self._typed_wrong = 0
         self._ciphers: tuple[Cipher, Cipher] | None = None  # what it sends and what it receives
 
-    def begin(self) -> list[Effect]:
+    def start(self) -> list[Effect]:
         """Return how the conversation begins: the host greets, the guest waits."""
         return [self._greet(knows=False)] if self._hosts else []
 
@@ -165,7 +165,7 @@ class Session:
 
     def type(self, code: str, now: float) -> list[Effect]:
         """Return what follows from a code that was typed here."""
-        if self.stage is not Stage.CHOOSING:
+        if self.state is not State.CHOOSING:
             return []
         return self._offer(code.encode(), now, by_code=True)
 
@@ -176,41 +176,41 @@ class Session:
 
     def tick(self, now: float) -> list[Effect]:
         """Return what follows from the time."""
-        if now - self._since < _WITHIN_S[self.stage]:
+        if now - self._since < _WITHIN_S[self.state]:
             return []
-        waits_for = "nobody has typed a code" if self.stage is Stage.CHOOSING else "it does not answer"
-        return self._end(f"{waits_for} for {_WITHIN_S[self.stage]:g} s", now)
+        waits_for = "nobody has typed a code" if self.state is State.CHOOSING else "it does not answer"
+        return self._end(f"{waits_for} for {_WITHIN_S[self.state]:g} s", now)
 
     def lost(self, now: float) -> None:
         """Note that the connection is gone."""
         self._end("", now)
 
     def _receive(self, data: bytes, now: float) -> list[Effect]:
-        if self.stage is Stage.PAIRED:
+        if self.state is State.PAIRED:
             assert self._ciphers is not None
             self._since = now
             return [Heard(_unpack(self._ciphers[1].open(data)))]
         message = _unpack(data)
         kind = _field(message, "is", str)
-        if kind == "hello" and self.stage is Stage.GREETING:
+        if kind == "hello" and self.state is State.GREETING:
             return self._meet(message, data, now)
-        if kind == "unknown" and self.stage in (Stage.CHOOSING, Stage.OFFERED):
+        if kind == "unknown" and self.state in (State.CHOOSING, State.OFFERED):
             return self._choose(now)
-        if kind == "offer" and self.stage is Stage.CHOOSING:
+        if kind == "offer" and self.state is State.CHOOSING:
             return self._answer(message, now)
-        if kind == "offer" and self.stage is Stage.OFFERED:  # both were typed: the guest's counts
+        if kind == "offer" and self.state is State.OFFERED:  # both were typed: the guest's counts
             return self._answer(message, now) if self._hosts else []
-        if kind == "answer" and self.stage is Stage.OFFERED:
+        if kind == "answer" and self.state is State.OFFERED:
             return self._prove(message, now)
-        if kind == "proof" and self.stage is Stage.ANSWERED:
+        if kind == "proof" and self.state is State.ANSWERED:
             return self._judge(message, now)
-        if kind == "proof" and self.stage is Stage.PROVED:
+        if kind == "proof" and self.state is State.PROVED:
             return self._believe(message, now)
-        if kind == "wrong" and self.stage is Stage.PROVED:
+        if kind == "wrong" and self.state is State.PROVED:
             return self._was_wrong(now)
         if kind == "spent":
             return self._end("three wrong codes were typed, and its code is void: start lsgd up there again", now)
-        raise ProtocolError(f"{kind[:20]!r} while {self.stage.value}")
+        raise ProtocolError(f"{kind[:20]!r} while {self.state.value}")
 
     def _greet(self, *, knows: bool) -> Send:
         hello = {"is": "hello", "version": VERSION, "knows": knows, **vars(self._own)}
@@ -230,14 +230,14 @@ class Session:
         if self._hosts:
             if not _field(message, "knows", bool):
                 return self._choose(now)
-            self._move(Stage.CHOOSING, now)  # its offer follows
+            self._move(State.CHOOSING, now)  # its offer follows
             return [] if secret else [Send(_pack({"is": "unknown"})), *self._choose(now)]
         greeting = self._greet(knows=bool(secret))
         return [greeting, *(self._offer(secret, now, by_code=False) if secret else self._choose(now))]
 
     def _choose(self, now: float, *, wrong: bool = False) -> list[Effect]:
         self._exchange = None
-        self._move(Stage.CHOOSING, now)
+        self._move(State.CHOOSING, now)
         return [AskForCode(wrong)]
 
     def _new_exchange(self, password: bytes, *, types: bool) -> Exchange:
@@ -249,7 +249,7 @@ class Session:
     def _offer(self, password: bytes, now: float, *, by_code: bool) -> list[Effect]:
         self._by_code = by_code
         self._exchange = self._new_exchange(password, types=True)
-        self._move(Stage.OFFERED, now)
+        self._move(State.OFFERED, now)
         return [Send(_pack({"is": "offer", "code": by_code, "share": self._exchange.message}), HIDE_S)]
 
     def _answer(self, message: dict[str, Any], now: float) -> list[Effect]:
@@ -258,10 +258,10 @@ class Session:
         password = self._code.words.encode() if by_code else self._secret_of(self.other.identity)
         if not password:
             return [Send(_pack({"is": "unknown"})), *self._choose(now)]
-        if by_code and not self._code.begin():
+        if by_code and not self._code.acquire():
             return [Send(_pack({"is": "spent"})), *self._end("its code was one too many", now)]
         self._by_code = by_code
-        self._move(Stage.ANSWERED, now)
+        self._move(State.ANSWERED, now)
         self._exchange = self._new_exchange(password, types=False)
         self._keys = self._exchange.keys(share)
         return [Send(_pack({"is": "answer", "share": self._exchange.message}), HIDE_S)]
@@ -269,7 +269,7 @@ class Session:
     def _prove(self, message: dict[str, Any], now: float) -> list[Effect]:
         assert self._exchange is not None
         self._keys = self._exchange.keys(_field(message, "share", bytes))
-        self._move(Stage.PROVED, now)
+        self._move(State.PROVED, now)
         return [Send(_pack({"is": "proof", "proof": self._keys.typer_proof}), HIDE_S)]
 
     def _judge(self, message: dict[str, Any], now: float) -> list[Effect]:
@@ -277,8 +277,8 @@ class Session:
         assert self._keys is not None
         right = is_equal(_field(message, "proof", bytes), self._keys.typer_proof)
         if self._by_code:
-            self._code.end(wrong=not right)
-        self._move(Stage.CHOOSING, now)
+            self._code.release(wrong=not right)
+        self._move(State.CHOOSING, now)
         if right:
             proof = Send(_pack({"is": "proof", "proof": self._keys.owner_proof}), HIDE_S)
             return [proof, self._open(now, types=False)]
@@ -307,18 +307,18 @@ class Session:
         assert self._keys is not None
         sends, receives = self._keys.typer_sends, self._keys.owner_sends
         self._ciphers = (Cipher(sends), Cipher(receives)) if types else (Cipher(receives), Cipher(sends))
-        self._move(Stage.PAIRED, now)
+        self._move(State.PAIRED, now)
         return Paired(self._keys.lasting if self._by_code else b"")
 
-    def _move(self, stage: Stage, now: float) -> None:
-        self.stage, self._since = stage, now
+    def _move(self, state: State, now: float) -> None:
+        self.state, self._since = state, now
 
     def _end(self, why: str, now: float) -> list[Effect]:
-        if self.stage is Stage.ENDED:
+        if self.state is State.ENDED:
             return []
-        if self.stage is Stage.ANSWERED and self._by_code:
-            self._code.end(wrong=False)
-        self._move(Stage.ENDED, now)
+        if self.state is State.ANSWERED and self._by_code:
+            self._code.release(wrong=False)
+        self._move(State.ENDED, now)
         return [End(why)]
 
 

@@ -36,7 +36,7 @@ class Wire:
         self._due = deque[tuple[float, bytes]]()
         self._unsent = b""
         self._closes = False
-        self.do(session.begin(), now)
+        self.do(session.start(), now)
 
     def fileno(self) -> int:
         """Return the descriptor to poll."""

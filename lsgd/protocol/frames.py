@@ -83,12 +83,12 @@ class Inbox:
         else:
             queue.put(part)
 
-    def take(self, until: float) -> Iterator[tuple[bytes, list[bytes]]]:
+    def drain(self, until: float) -> Iterator[tuple[bytes, list[bytes]]]:
         """Yield (peer, frames), a bounded number of frames for each peer in turn, until the time ``until``."""
         while self._queues:
             peer = next(iter(self._queues))
             queue = self._queues.pop(peer)
-            frames = queue.take(MAX_CHUNK)
+            frames = queue.get(MAX_CHUNK)
             if len(frames) == MAX_CHUNK:  # there may be more
                 self._queues[peer] = queue
             if frames:
@@ -113,7 +113,7 @@ class _Queue:
         self.nbytes += len(part) + _PART_NBYTES
         self._parts.append(part)
 
-    def take(self, limit: int) -> list[bytes]:
+    def get(self, limit: int) -> list[bytes]:
         """Return the next frames; fewer than ``limit`` only if there are no more."""
         frames = list(islice(self._frames, limit))
         while len(frames) < limit and self._parts:

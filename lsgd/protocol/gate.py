@@ -133,9 +133,9 @@ class Monitor:
         """Read the reports, unless that was done a moment ago."""
         if now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = now
-            self.take()
+            self.read()
 
-    def take(self) -> None:
+    def read(self) -> None:
         """Read the reports since the last call, and cut the oldest connections of unknown peers beyond the limit."""
         for _ in range(MAX_REPORTS):
             if not int(self._reports.get(_EVENTS)) & _READABLE:

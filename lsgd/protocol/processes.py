@@ -88,7 +88,7 @@ class Orphans:
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
 
-    def end(self, within_s: float) -> list[int]:
+    def terminate(self, within_s: float) -> list[int]:
         """End them, by force after ``within_s``, and adopt no more; return their numbers.
 
         What they have started while they were looked at is adopted and ended in turn, for twice that time.

@@ -206,7 +206,7 @@ class Listener(_Socket):
         if self._monitor is not None:
             self._monitor.look(now)
         self._take_in()
-        yield from self._inbox.take(now + TURN_S)
+        yield from self._inbox.drain(now + TURN_S)
 
     def _take_in(self) -> None:
         """Move a bounded number of parts from the socket to the inbox; the rest of a long message comes later."""
@@ -248,7 +248,7 @@ class Listener(_Socket):
         yield from self._inbox.losses()
         refused = cut = 0
         if self._monitor is not None:
-            self._monitor.take()
+            self._monitor.read()
             refused, self._monitor.refused = self._monitor.refused, 0
             cut, self._monitor.cut = self._monitor.cut, 0
         if cut:
@@ -325,7 +325,7 @@ class Connector(_Socket):
         """Return why the listener refuses us, as far as the last handshake tells; empty if it does not."""
         if self._monitor is None:
             return ""
-        self._monitor.take()
+        self._monitor.read()
         event = self._monitor.handshake
         return "" if event in (0, zmq.EVENT_HANDSHAKE_SUCCEEDED) else self._why(event)
 

@@ -92,7 +92,7 @@ class Site:
     deals: list[Deal] = field(default_factory=list)
     reached: dict[str, int] = field(default_factory=dict)
 
-    def take(self, worker: str, said: Dealt) -> tuple[str, Differing] | None:
+    def compare(self, worker: str, said: Dealt) -> tuple[str, Differing] | None:
         """Note what a member says; return who has said otherwise, and what differs."""
         reached = self.reached.get(worker)
         found = next((number for number, deal in enumerate(self.deals) if deal.facts == said.facts), None)
@@ -170,7 +170,7 @@ class DataBook:
         self.changes.count += 1
         if len(self.sites) == MAX_SITES and said.where not in self.sites:
             del self.sites[next(iter(self.sites))]
-        found = self.sites.setdefault(said.where, Site()).take(member.worker, said)
+        found = self.sites.setdefault(said.where, Site()).compare(member.worker, said)
         if found is None:
             return NO_REASON
         other, differing = found

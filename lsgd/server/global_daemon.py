@@ -224,7 +224,7 @@ class Rendezvous:
     values: dict[str, bytes] = field(default_factory=dict)
     waiting: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
 
-    def begin(self, generation: int) -> None:
+    def reset(self, generation: int) -> None:
         """Forget everything, unless the generation is the same."""
         if generation != self.generation:
             self.generation, self.values, self.waiting = generation, {}, {}
@@ -572,7 +572,7 @@ class GlobalDaemon:
         generation = self._state.roster.generation
         if generation is None or not self._state.roster.find(message.worker, message.incarnation):
             return
-        self._rendezvous.begin(generation.number)
+        self._rendezvous.reset(generation.number)
         if isinstance(message, Put):
             for worker, incarnation, awaited in self._rendezvous.put(message):
                 self._send_worker(worker, incarnation, awaited)

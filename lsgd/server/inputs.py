@@ -64,13 +64,13 @@ class Inputs:
             return
         if self._file is None or self._nbytes > MOST_NBYTES:
             try:
-                self.begin(state)
+                self.rotate(state)
             except OSError:
                 self._folder = None
                 return
         self._pack((kind, now, state.tenure.guarded, what))
 
-    def begin(self, state: RunState) -> None:
+    def rotate(self, state: RunState) -> None:
         """Begin a file with this state, in place of the older one.
 
         Raises:

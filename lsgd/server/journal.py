@@ -251,7 +251,7 @@ def new_run() -> str:
     return secrets.token_hex(6)
 
 
-def begin(plan: Plan, journal: Journal | None, *, continues: bool = False, run: str = "", node: int = 0) -> RunState:
+def open_run(plan: Plan, journal: Journal | None, *, continues: bool = False, run: str = "", node: int = 0) -> RunState:
     """Return the state of a new run, or of the unfinished one that the journal holds.
 
     Args:

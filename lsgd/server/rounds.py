@@ -54,7 +54,7 @@ class CheckpointTimes:
         self._at = -math.inf
         self._wait_s = FIRST_CHECKPOINT_S
 
-    def begin(self, now: float) -> None:
+    def start(self, now: float) -> None:
         """Note that the first round is ordered."""
         self._at = now
 

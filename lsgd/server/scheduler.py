@@ -206,7 +206,7 @@ def _order(
     assert roster.generation is not None
     if state.progress.started_at is None:
         state.progress.started_at = state.now
-        book.checkpoints.begin(state.now)
+        book.checkpoints.start(state.now)
     _is_found(state)
     fresh = book.fresh
     probe = fresh and _doubts(state, members)

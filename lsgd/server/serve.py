@@ -16,7 +16,7 @@ from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import Ending, complain, say, tell
 from lsgd.server.global_daemon import GlobalDaemon
 from lsgd.server.inputs import Inputs
-from lsgd.server.journal import Journal, begin
+from lsgd.server.journal import Journal, open_run
 from lsgd.server.reasons import number_of
 from lsgd.server.report import Record
 from lsgd.server.standbys import Standbys
@@ -62,7 +62,7 @@ def serve_global(
     """
     journal = Journal(journal_path) if journal_path else None
     with Listener(address, keys) as listener:
-        coordinator = Coordinator(begin(plan, journal, continues=continues, run=run, node=node))
+        coordinator = Coordinator(open_run(plan, journal, continues=continues, run=run, node=node))
         state = coordinator.state
         certificate = (keys.certificate or run_certificate(keys.secret, state.run)) if keys else b""
         secret = secret_of_run(relay_secret(keys), state.run.encode()) if relay else b""

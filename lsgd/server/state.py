@@ -69,11 +69,6 @@ class Outbox:
     said: tuple[float, Reason] = UNSAID
     shown: str = ""
 
-    def take(self) -> Decision:
-        """Return the decision, and begin the next one."""
-        decision, self.decision = self.decision, Decision()
-        return decision
-
 
 @dataclass(slots=True, eq=False)
 class Gathering:
@@ -335,7 +330,8 @@ class RunState:
                 self.outbox.shown, reason = self.shown, self.stopping or self.joined()
                 self.happened(RunChanged(self.shown, reason.code, str(reason)))
             self.outbox.decision.happened, self.roster.happened = self.roster.happened, []
-        return self.outbox.take()
+        decision, self.outbox.decision = self.outbox.decision, Decision()
+        return decision
 
     def happened(self, fact: Happening) -> None:
         """Add a fact to the stream of events."""

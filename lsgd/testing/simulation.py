@@ -198,7 +198,7 @@ class _Calendar:
         since = step - self._began
         return "global" if since % self._period == 0 else "local" if since % self._local_period == 0 else None
 
-    def begin(self, step: int) -> AlgorithmSettings:
+    def settings_from(self, step: int) -> AlgorithmSettings:
         """Return the settings that hold from this step, and its global round, to the next global round."""
         self._began = step
         settings = self._planned.at(step / self._steps_in_all if self._steps_in_all else None)
@@ -342,7 +342,7 @@ class SimulatedWorker:
             if self.steps:
                 self.settle()
             if scope == "global":
-                self.algorithm.settings = self._calendar.begin(self.steps)
+                self.algorithm.settings = self._calendar.settings_from(self.steps)
             if self.steps == 0:
                 self.begin(order)
             for buffer in self._buffers if scope == "global" else ():

@@ -153,7 +153,7 @@ def watch(address: str, keys: ConnectorKeys | None, to: str, run_dir: Path, say:
     try:
         with Reader(address, keys) as reader:
             for batch in to_end(reader, run, run_dir, signals):
-                run.take(batch)
+                run.apply(batch)
                 now = time.monotonic()
                 heard_at = now if batch.connected else heard_at
                 if run.now.run and not batch.more and (run.now.state == "over" or now - looked_at > LOOK_EVERY_S):

@@ -12,7 +12,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from lsgd.means import mean_of_finite
 from lsgd.watch.compare import Run
-from lsgd.watch.view import HELD_OUT, place
+from lsgd.watch.view import HELD_OUT, node_and_index
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#999999")
 """Safe for color blindness (Okabe and Ito). If there are more workers than colors, all are gray, with their mean."""
@@ -36,7 +36,7 @@ def draw(result: dict[str, Any], rounds: Rounds, path: Path) -> None:
     Leaders are shown if others have taken over something of theirs. ``result`` is the content of ``result.json``; there
     is at least one round.
     """
-    workers = sorted({worker for e in rounds for worker in e["losses"]}, key=place)
+    workers = sorted({worker for e in rounds for worker in e["losses"]}, key=node_and_index)
     many = len(workers) > len(COLORS)
     colors = {worker: GRAY if many else COLORS[i] for i, worker in enumerate(workers)}
     led = set() if many else {(e["scope"], e["node"]) for e in rounds if e["worker"]}
@@ -89,7 +89,7 @@ def _draw_losses(axes: Axes, rounds: Rounds, colors: dict[str, str], *, many: bo
     """Draw a line for each worker; return the legend's handles."""
     seen: list[float] = []
     for worker, color in colors.items():
-        points = [(e["count"], e["losses"].get(worker)) for e in rounds if e["node"] in (-1, place(worker)[0])]
+        points = [(e["count"], e["losses"].get(worker)) for e in rounds if e["node"] in (-1, node_and_index(worker)[0])]
         seen += [loss for _, loss in points if loss is not None]
         losses = np.array([loss for _, loss in points], dtype=float)  # None, as NaN, leaves a gap
         width, marker = (0.8, "") if many else (1.5, "o" if len(rounds) < 40 else "")

@@ -47,7 +47,7 @@ class Curves:
         self._round = 0
         self._open: dict[int, int] = {}  # count of each round that has not ended, as far as known
 
-    def take(self, batch: Batch) -> Iterator[Point]:
+    def points(self, batch: Batch) -> Iterator[Point]:
         """Yield the points of a batch, in order."""
         for event in self.view.taken(batch):
             count, values = self._values(event)
@@ -254,7 +254,7 @@ def _log(reader: Reader, folder: Path, run_dir: Path, names: Sequence[str], endi
             return len(points)
 
         for batch in to_end(reader, view, run_dir, ending):
-            points = list(curves.take(batch))
+            points = list(curves.points(batch))
             if view.now.run and (batch.report is not None or points):
                 count += add(points)
         if view.now.run and view.now.state != "over":  # it ended before it could tell us

@@ -204,7 +204,7 @@ def serve(address: str, keys: ConnectorKeys | None, host: str, port: int, say: C
             while over_at is None or time.monotonic() - over_at < LINGER_S:
                 batch = reader.read(0.25)
                 with lock:
-                    view.take(batch)
+                    view.apply(batch)
                 over_at = (over_at or time.monotonic()) if view.now.state == "over" else None
         finally:
             server.shutdown()

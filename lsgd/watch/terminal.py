@@ -38,7 +38,7 @@ def watch(address: str, keys: ConnectorKeys | None = None) -> Iterator[RunView]:
     with reader.Reader(address, keys) as stream:
         while run.now.state != "over":
             batch = stream.read(0.5)
-            run.take(batch)
+            run.apply(batch)
             now = time.monotonic()
             if batch.connected:
                 heard_at = now

@@ -168,7 +168,7 @@ class RoundView:
 
     def could_have(self, worker: str) -> bool:
         """Whether a worker could have been in it."""
-        return self.node in (-1, place(worker)[0])
+        return self.node in (-1, node_and_index(worker)[0])
 
 
 class Rounds(Series[RoundView]):
@@ -230,7 +230,7 @@ class Turns:
 
 
 class RunView:
-    """The state and history of a run. Only :meth:`take` changes it, and it does no I/O.
+    """The state and history of a run. Only :meth:`apply` changes it, and it does no I/O.
 
     The history is bounded, to :data:`MAX_ROUNDS` rounds for example; a full history keeps every second point.
 
@@ -267,7 +267,7 @@ class RunView:
         if report is not None:
             self._begin(report)
 
-    def take(self, batch: Batch) -> None:
+    def apply(self, batch: Batch) -> None:
         """Apply a reader's batch."""
         for _ in self.taken(batch):
             pass
@@ -427,8 +427,8 @@ class RunView:
 
     def _worker(self, name: str, node: int | None = None) -> WorkerView:
         if name not in self.workers:
-            self.workers[name] = WorkerView(name, place(name)[0] if node is None else node)
-            self.workers = dict(sorted(self.workers.items(), key=lambda item: place(item[0])))
+            self.workers[name] = WorkerView(name, node_and_index(name)[0] if node is None else node)
+            self.workers = dict(sorted(self.workers.items(), key=lambda item: node_and_index(item[0])))
         return self.workers[name]
 
 
@@ -439,7 +439,7 @@ def round_of(order: RoundOrdered, time: float | None = None) -> RoundView:
     return RoundView(*facts, time=time, node=order.node, means=order.means)
 
 
-def place(name: str) -> tuple[int, int]:
+def node_and_index(name: str) -> tuple[int, int]:
     """Return node and index from a worker's name, ``node0/worker1``, as a sort key."""
     found = re.fullmatch(r"node(\d+)/worker(\d+)", name)
     return (int(found[1]), int(found[2])) if found else (0, 0)

@@ -126,7 +126,7 @@ class Switchboard:
     def _take(self, peer: bytes, message: Any) -> None:
         self._peers[message.worker] = peer
         if isinstance(message, Put | Get):
-            self._rendezvous.begin(max(message.generation, self._rendezvous.generation))
+            self._rendezvous.reset(max(message.generation, self._rendezvous.generation))
         if isinstance(message, Put):
             for worker, _, value in self._rendezvous.put(message):
                 self._listener.send(self._peers[worker], [encode(value)])

@@ -37,10 +37,10 @@ from lsgd.pairing.visit import Visit
 visit = Visit([(sys.argv[1], 27402)], of_this_machine(["x"], []), Peers(), OwnCode(""), print, time.monotonic())
 for _ in range(3):
     asked = visit._wire.session
-    while asked.stage.value != "choosing" and not visit.failed:
+    while asked.state.value != "choosing" and not visit.failed:
         visit.turn(time.monotonic())
     visit.type("acid acid", time.monotonic())
-    while asked.stage.value not in ("choosing", "ended"):
+    while asked.state.value not in ("choosing", "ended"):
         visit.turn(time.monotonic())
 print(visit.failed, flush=True)
 """

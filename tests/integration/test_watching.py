@@ -33,7 +33,7 @@ class Watched:
             assert time.monotonic() < end, f"the view does not show {what}: {list(self.view.log)}"
             batch = self.reader.read(0.5)
             self.restarts += batch.restarted
-            self.view.take(batch)
+            self.view.apply(batch)
 
     def worker(self, index):
         return self.view.workers[f"node0/worker{index}"]

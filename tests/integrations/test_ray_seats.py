@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from lsgd.integrations.ray_seats import Place, Seats
+from lsgd.integrations.ray_seats import RayWorker, Seats
 from lsgd.run_folder import checkpoint_path, newest
 
 
-def seats(*places: Place) -> list[tuple[int, int]]:
+def seats(*places: RayWorker) -> list[tuple[int, int]]:
     made = Seats()
-    return [made.take(place)[:2] for place in places]
+    return [made.assign(place)[:2] for place in places]
 
 
-def at(rank: int, node_id: str, *saved: str) -> Place:
-    return Place(rank, 4, node_id, "/run", saved)
+def at(rank: int, node_id: str, *saved: str) -> RayWorker:
+    return RayWorker(rank, 4, node_id, "/run", saved)
 
 
 def test_a_new_run_numbers_nodes_and_their_workers_in_order() -> None:
@@ -45,10 +45,10 @@ def test_several_workers_of_one_node_take_the_saved_places_first() -> None:
 
 def test_a_worker_in_the_place_of_another_has_its_name_on_the_same_node_only() -> None:
     made = Seats()
-    assert [made.take(at(rank, "x")) for rank in range(2)] == [(0, 0, False), (0, 1, False)]
-    assert made.take(at(0, "x", "node0/worker1")) == (0, 0, True)
-    assert made.take(at(1, "y", "node0/worker0")) == (1, 0, True)
-    assert made.take(at(1, "x")) == (0, 1, True)
+    assert [made.assign(at(rank, "x")) for rank in range(2)] == [(0, 0, False), (0, 1, False)]
+    assert made.assign(at(0, "x", "node0/worker1")) == (0, 0, True)
+    assert made.assign(at(1, "y", "node0/worker0")) == (1, 0, True)
+    assert made.assign(at(1, "x")) == (0, 1, True)
 
 
 def test_the_newest_checkpoint_is_that_of_the_highest_count(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_a_peers_frames_come_in_order_whatever_parts_they_came_in() -> None:
     frames = numbers(1000)
     for part in [*pack(frames[:400]), *frames[400:500], *pack(frames[500:])]:
         inbox.put(b"one", part)
-    chunks = list(inbox.take(NEVER))
+    chunks = list(inbox.drain(NEVER))
     assert [frame for _, chunk in chunks for frame in chunk] == frames
     assert max(len(chunk) for _, chunk in chunks) == MAX_CHUNK
     assert not inbox
@@ -35,7 +35,7 @@ def test_who_sends_little_does_not_wait_for_who_sends_much() -> None:
     (much,) = pack(numbers(60_000))
     inbox.put(b"much", much)
     inbox.put(b"little", b"a word")
-    handed_out = list(inbox.take(NEVER))
+    handed_out = list(inbox.drain(NEVER))
     assert [peer for peer, _ in handed_out[:3]] == [b"much", b"little", b"much"]
 
 
@@ -43,11 +43,11 @@ def test_a_turn_ends_in_time_and_the_next_one_goes_on_where_it_ended() -> None:
     inbox = Inbox(ticking())
     (part,) = pack(numbers(10 * MAX_CHUNK))
     inbox.put(b"much", part)
-    first = [frame for _, chunk in inbox.take(2.0) for frame in chunk]
+    first = [frame for _, chunk in inbox.drain(2.0) for frame in chunk]
     assert first == numbers(3 * MAX_CHUNK) and inbox
     inbox.put(b"much", b"later")
     inbox.put(b"little", b"a word")
-    rest = list(inbox.take(NEVER))
+    rest = list(inbox.drain(NEVER))
     assert [frame for peer, chunk in rest if peer == b"much" for frame in chunk] == [
         *numbers(7 * MAX_CHUNK, 3 * MAX_CHUNK),
         b"later",
@@ -58,7 +58,7 @@ def test_a_turn_ends_in_time_and_the_next_one_goes_on_where_it_ended() -> None:
 def test_a_turn_that_begins_late_gets_something_done() -> None:
     inbox = Inbox(ticking())
     inbox.put(b"one", b"a word")
-    assert list(inbox.take(-1.0)) == [(b"one", [b"a word"])]
+    assert list(inbox.drain(-1.0)) == [(b"one", [b"a word"])]
 
 
 def test_what_one_peer_piles_up_is_dropped_and_said_and_others_lose_nothing() -> None:
@@ -67,8 +67,8 @@ def test_what_one_peer_piles_up_is_dropped_and_said_and_others_lose_nothing() ->
     for _ in range(kept + 5):
         inbox.put(b"much", part)
     inbox.put(b"little", b"a word")
-    assert sum(len(chunk) for peer, chunk in inbox.take(NEVER) if peer == b"much") == kept
+    assert sum(len(chunk) for peer, chunk in inbox.drain(NEVER) if peer == b"much") == kept
     assert list(inbox.losses()) == [golden.text("server.dropped_many")]
     assert list(inbox.losses()) == []
     inbox.put(b"much", b"heard again")
-    assert list(inbox.take(NEVER)) == [(b"much", [b"heard again"])]
+    assert list(inbox.drain(NEVER)) == [(b"much", [b"heard again"])]

@@ -18,7 +18,7 @@ def test_each_new_one_takes_those_before_it_one_stage_further():
 
     pipeline = Pipeline()
     for name in "abc":
-        pipeline.begin(exchange(name))
+        pipeline.start(exchange(name))
     assert done == ["a0", "b0", "a1", "c0", "b1", "a2"]
     pipeline.complete()
     assert done[6:] == ["c1", "b2", "c2"]
@@ -36,8 +36,8 @@ def test_what_was_under_way_when_one_failed_is_dropped():
         done.append("too much")
 
     pipeline = Pipeline()
-    pipeline.begin(exchange(True))
+    pipeline.start(exchange(True))
     with pytest.raises(ExchangeError, match="the link broke"):
-        pipeline.begin(exchange(False))
+        pipeline.start(exchange(False))
     pipeline.complete()
     assert done == []

@@ -99,10 +99,10 @@ def run_of(workers: int) -> RunView:
     report |= {"rounds_global": 1, "rounds_local": 2, "period": 24, "period_reason": "", "leaders": []}
     report["members"] = members
     run = RunView()
-    run.take(Batch(connected=True, report=report))
+    run.apply(Batch(connected=True, report=report))
     made = [replace(run.now, seconds=10.0 * n, count=500 * n, progress=0.25 * n) for n in (1, 2)]
     events = tuple(Event(n, 10.0 * n, RunProgress(now, ())) for n, now in enumerate(made, 1))
-    run.take(Batch(events, connected=True))
+    run.apply(Batch(events, connected=True))
     return run
 
 
@@ -234,7 +234,7 @@ def test_other_nodes_than_node_0_say_a_mistake_in_a_line(tmp_path, capfd, monkey
 def test_a_leader_is_named_where_leaders_matter(leader, says):
     run = run_of(2)
     order = RoundOrdered(1, "global", -1, leader, 1000, 20.0, {"node0/worker0": 0.25})
-    run.take(Batch((Event(3, 21.0, order),), connected=True))
+    run.apply(Batch((Event(3, 21.0, order),), connected=True))
     assert plain(frame(run, COLUMNS, ROWS))[1].endswith("leads") is says
 
 
@@ -243,7 +243,7 @@ def test_a_frame_fits_the_terminal_and_keeps_the_worker_that_something_is_wrong_
     assert len(lines) <= ROWS // 2 and max(map(len, lines)) < COLUMNS
     assert lines[1].startswith("node39/worker0  away") and lines[-1] == golden.text("panel.more")
     run = run_of(2)
-    run.take(Batch(connected=False))
+    run.apply(Batch(connected=False))
     assert golden.text("panel.silent_server") in frame(run, COLUMNS, ROWS)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from lsgd.pairing.code import OwnCode
-from lsgd.pairing.session import AskForCode, Effect, End, Heard, Hello, Paired, Send, Session, Stage, WrongCode
+from lsgd.pairing.session import AskForCode, Effect, End, Heard, Hello, Paired, Send, Session, State, WrongCode
 
 HOST, GUEST = True, False
 
@@ -24,7 +24,7 @@ class Conversation:
         self.said: list[tuple[bool, bytes]] = []  # all that a listener has heard: by whom
         self.effects: dict[bool, list[Effect]] = {HOST: [], GUEST: []}
         for side in (HOST, GUEST):
-            self.do(side, self.sides[side].begin())
+            self.do(side, self.sides[side].start())
 
     def _session(self, side: bool) -> Session:
         own = Hello("aaaa", "alpha", "train.py") if side is HOST else Hello("bbbb", "beta")
@@ -61,9 +61,9 @@ class Conversation:
         """Somebody types a code."""
         self.do(side, self.sides[side].type(code, self.now))
 
-    def stages(self) -> tuple[Stage, Stage]:
+    def states(self) -> tuple[State, State]:
         """Return where both are."""
-        return self.sides[HOST].stage, self.sides[GUEST].stage
+        return self.sides[HOST].state, self.sides[GUEST].state
 
     def heard(self, side: bool) -> list[dict]:
         """Return what a side was told in secret."""

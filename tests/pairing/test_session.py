@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lsgd.pairing.code import TRIES, WORDS, OwnCode, new_code, parse_code
-from lsgd.pairing.session import HIDE_S, End, Hello, Send, Session, Stage, WrongCode
+from lsgd.pairing.session import HIDE_S, End, Hello, Send, Session, State, WrongCode
 from tests import golden
 
 from .conversation import GUEST, HOST, Conversation
 
-PAIRED = (Stage.PAIRED, Stage.PAIRED)
+PAIRED = (State.PAIRED, State.PAIRED)
 
 
 def started(**state: object) -> Conversation:
@@ -23,10 +23,10 @@ def started(**state: object) -> Conversation:
 @pytest.mark.parametrize("typer", [HOST, GUEST])
 def test_one_code_typed_on_either_side_pairs_both(typer: bool) -> None:
     both = started()
-    assert both.stages() == (Stage.CHOOSING, Stage.CHOOSING)
+    assert both.states() == (State.CHOOSING, State.CHOOSING)
     both.type(typer, both.codes[not typer].words)
     both.settle()
-    assert both.stages() == PAIRED
+    assert both.states() == PAIRED
     assert both.kept[HOST] == both.kept[GUEST] != b""
     both.do(GUEST, both.sides[GUEST].say({"is": "applies"}))
     both.do(HOST, both.sides[HOST].say({"is": "grants", "token": "secret"}))
@@ -40,13 +40,13 @@ def test_codes_typed_on_both_sides_at_once_pair_them_too() -> None:
     both.type(HOST, both.codes[GUEST].words)
     both.type(GUEST, both.codes[HOST].words)
     both.settle()
-    assert both.stages() == PAIRED
+    assert both.states() == PAIRED
     assert [code.under_way for code in both.codes.values()] == [0, 0]
 
 
 def test_machines_that_have_paired_need_no_code() -> None:
     both = started(kept={HOST: b"k" * 32, GUEST: b"k" * 32})
-    assert both.stages() == PAIRED
+    assert both.states() == PAIRED
     assert "ask" not in both.kinds(HOST) + both.kinds(GUEST)
 
 
@@ -55,11 +55,11 @@ def test_machines_that_have_paired_need_no_code() -> None:
 )
 def test_a_machine_that_has_lost_what_it_kept_is_asked_for_a_code_again(kept: dict[bool, bytes]) -> None:
     both = started(kept=kept)
-    assert both.stages() == (Stage.CHOOSING, Stage.CHOOSING)
+    assert both.states() == (State.CHOOSING, State.CHOOSING)
     assert both.codes[HOST].wrong == both.codes[GUEST].wrong == 0
     both.type(GUEST, both.codes[HOST].words)
     both.settle()
-    assert both.stages() == PAIRED and both.kept[HOST] == both.kept[GUEST]
+    assert both.states() == PAIRED and both.kept[HOST] == both.kept[GUEST]
 
 
 def test_a_wrong_code_leaves_two_tries_and_a_right_one_still_pairs() -> None:
@@ -67,10 +67,10 @@ def test_a_wrong_code_leaves_two_tries_and_a_right_one_still_pairs() -> None:
     both.type(GUEST, "acid acid")
     both.settle()
     assert both.kinds(GUEST) == ["ask", "ask"] and both.kinds(HOST) == ["ask", "wrong"]
-    assert both.stages() == (Stage.CHOOSING, Stage.CHOOSING)
+    assert both.states() == (State.CHOOSING, State.CHOOSING)
     both.type(GUEST, both.codes[HOST].words)
     both.settle()
-    assert both.stages() == PAIRED
+    assert both.states() == PAIRED
 
 
 def test_three_wrong_codes_end_it_for_everybody_who_comes_later() -> None:
@@ -80,11 +80,11 @@ def test_three_wrong_codes_end_it_for_everybody_who_comes_later() -> None:
         both.type(GUEST, "acid acid")
         both.settle()
         assert [effect for effect in both.effects[HOST] if isinstance(effect, WrongCode)] == [WrongCode(left)]
-    assert both.stages() == (Stage.ENDED, Stage.ENDED)
+    assert both.states() == (State.ENDED, State.ENDED)
     late = started(codes={HOST: code, GUEST: OwnCode("iris fox")})
     late.type(GUEST, code.words)
     late.settle()
-    assert late.stages() == (Stage.ENDED, Stage.ENDED) and "paired" not in late.kinds(HOST)
+    assert late.states() == (State.ENDED, State.ENDED) and "paired" not in late.kinds(HOST)
 
 
 def test_guesses_at_the_same_time_are_no_more_than_three() -> None:
@@ -127,7 +127,7 @@ def test_what_a_listener_has_heard_opens_nothing_later() -> None:
     for side, data in both.said:
         if side is GUEST:
             again.do(HOST, again.sides[HOST].receive(data, again.now))
-    assert again.sides[HOST].stage is not Stage.PAIRED and "paired" not in again.kinds(HOST)
+    assert again.sides[HOST].state is not State.PAIRED and "paired" not in again.kinds(HOST)
 
 
 def test_ones_own_messages_sent_back_prove_nothing() -> None:
@@ -138,7 +138,7 @@ def test_ones_own_messages_sent_back_prove_nothing() -> None:
         effects = host.receive(sent, both.now)
         both.do(HOST, effects)
         sent = next((effect.data for effect in effects if isinstance(effect, Send)), b"")
-    assert host.stage is Stage.ENDED and "paired" not in both.kinds(HOST)
+    assert host.state is State.ENDED and "paired" not in both.kinds(HOST)
 
 
 def test_a_changed_secret_message_ends_the_conversation() -> None:
@@ -191,7 +191,7 @@ def test_whatever_happens_only_those_who_know_the_same_are_paired(events: list[s
     both.settle()
     if "paired" in both.kinds(HOST) + both.kinds(GUEST):
         assert typed_right
-    if both.stages() == PAIRED:
+    if both.states() == PAIRED:
         assert both.kept[HOST] == both.kept[GUEST]
     for side in (HOST, GUEST):
         both.sides[side].lost(both.now)
@@ -214,7 +214,7 @@ def test_junk_at_any_time_ends_this_conversation_alone(junk: bytes, at: int) -> 
 def test_a_machine_does_not_pair_with_itself() -> None:
     own = Hello("aaaa", "alpha")
     host, guest = (Session(own, OwnCode("iris fox"), lambda identity: b"", 0.0, hosts=side) for side in (HOST, GUEST))
-    (hello,) = host.begin()
+    (hello,) = host.start()
     assert isinstance(hello, Send)
     assert guest.receive(hello.data, 0.0) == [End(golden.text("pairing.this_machine"))]
 

@@ -86,7 +86,7 @@ class Timed:
         waits = not bench.state.phases.schedule.delay and 0.0 < self.transfer_s < math.inf
         bench.now += self.round_s + (self.transfer_s if waits else 0.0)
         bench.complete_all(*PAIR, transfer_s=self.transfer_s)
-        settings = json.loads(bench.book.elections and bench.state.phases.to_json())
+        settings = json.loads(bench.book.elections and bench.state.phases.text)
         assert settings["period"] == bench.state.phases.schedule.period
         self.periods.append(settings["period"])
         return self.periods[-1]
@@ -286,7 +286,7 @@ def test_with_muon_the_servers_choose_a_delay() -> None:
     ]
     shown = json.loads(report(timed.bench.state, timed.bench.now))
     assert (shown["period"], shown["delay"]) == (67, 10)
-    assert json.loads(phases.to_json())["delay"] == 10
+    assert json.loads(phases.text)["delay"] == 10
     timed.transfer_s = 0.001
     assert timed.stretches(4) == best_schedule(Exchange(2.0, 0.1), 2)[0] and phases.schedule.delay == 0
 

@@ -14,15 +14,15 @@ def get(generation: int, key: str, worker: str = "node1/worker0", incarnation: i
 
 def test_a_value_is_there_for_who_comes_later() -> None:
     rendezvous = Rendezvous()
-    rendezvous.begin(3)
+    rendezvous.reset(3)
     assert rendezvous.put(put(3, "a", b"1")) == []
-    rendezvous.begin(3)
+    rendezvous.reset(3)
     assert rendezvous.get(get(3, "a")) == Published(3, "a", b"1")
 
 
 def test_who_comes_earlier_gets_it_once_when_it_is_there() -> None:
     rendezvous = Rendezvous()
-    rendezvous.begin(3)
+    rendezvous.reset(3)
     for _ in range(3):  # asked again
         assert rendezvous.get(get(3, "a")) is None
     assert rendezvous.get(get(3, "a", "node2/worker0", 9)) is None
@@ -33,10 +33,10 @@ def test_who_comes_earlier_gets_it_once_when_it_is_there() -> None:
 
 def test_another_generation_has_nothing_of_the_last_one() -> None:
     rendezvous = Rendezvous()
-    rendezvous.begin(3)
+    rendezvous.reset(3)
     rendezvous.put(put(3, "a", b"1"))
     rendezvous.get(get(3, "b"))
-    rendezvous.begin(4)
+    rendezvous.reset(4)
     assert rendezvous.get(get(4, "a")) is None
     assert rendezvous.put(put(4, "b", b"2")) == []
     assert rendezvous.put(put(3, "a", b"late")) == []

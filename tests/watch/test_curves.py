@@ -27,9 +27,9 @@ def batch(*told, first=1, **more):
 
 def test_each_round_and_each_second_is_a_point_once() -> None:
     curves = Curves()
-    assert list(curves.take(Batch(report=REPORT, connected=True, more=True))) == []
+    assert list(curves.points(Batch(report=REPORT, connected=True, more=True))) == []
     points = list(
-        curves.take(
+        curves.points(
             batch(
                 replace(order(1, {WHO: 0.25, OTHER: 0.75, "node0/worker2": None}), means={"val": 0.5, "top": None}),
                 RoundOrdered(2, "local", 0, WHO, 9, 2.0, {WHO: 0.5}),
@@ -48,8 +48,8 @@ def test_each_round_and_each_second_is_a_point_once() -> None:
         Point(1004.0, 12, totals | now),
     ]
     restarted = json.loads(json.dumps(REPORT | {"stream": {"epoch": "f", "last": 1}}))
-    assert list(curves.take(Batch(report=restarted, connected=True, restarted=True, more=True))) == []
-    later = list(curves.take(batch(order(1), order(3))))
+    assert list(curves.points(Batch(report=restarted, connected=True, restarted=True, more=True))) == []
+    later = list(curves.points(batch(order(1), order(3))))
     assert [(point.iterations, point.values["rounds"]) for point in later] == [(24, 3.0)]
     assert [point.iterations for point in curves.rounds(1.0, [order(3), order(4)])] == [32]
 

@@ -71,7 +71,7 @@ def told(seconds, workers=2, rounds_every=5, leads=True):
             for i, name in enumerate(names)
         ]
         happened.append(progress_at(k, 10 * k, lines, "<b>nobody</b> waits"))
-        story.take(Batch(tuple(Event(seq + n, BEGIN + k, what) for n, what in enumerate(happened, 1)), 0, True))
+        story.apply(Batch(tuple(Event(seq + n, BEGIN + k, what) for n, what in enumerate(happened, 1)), 0, True))
         seq += len(happened)
     return story
 
@@ -84,7 +84,7 @@ def progress_at(k, count, lines, reason=""):
 def test_the_data_say_who_leads_who_is_slow_and_who_is_gone():
     story = told(60)
     gone = WorkerChanged("node0/worker1", "left", "failed", "its process has ended")
-    story.take(Batch((Event(1000, BEGIN + 60, gone),), 0, True))
+    story.apply(Batch((Event(1000, BEGIN + 60, gone),), 0, True))
     data = json.loads(encoded(snapshot(story)))
     assert data["head"]["rate"] == pytest.approx(10)
     loss = data["loss"]
@@ -111,7 +111,7 @@ def progress(k, count, *workers):
 def test_the_rate_of_a_worker_ends_with_its_reports():
     story = told(60)
     still = [progress(k, 10 * k, ("node0/worker0", 5 * k, 1000 * k)) for k in range(60, 100)]
-    story.take(Batch(tuple(Event(1000 + n, BEGIN + 60 + n, what) for n, what in enumerate(still)), 0, True))
+    story.apply(Batch(tuple(Event(1000 + n, BEGIN + 60 + n, what) for n, what in enumerate(still)), 0, True))
     data = snapshot(story)
     assert [(w["rate"], w["bytes_per_s"]) for w in data["workers"]] == [(5.0, 1000.0), (None, None)]
     assert data["sums"]["bytes_per_s"] == 1000.0
@@ -120,7 +120,7 @@ def test_the_rate_of_a_worker_ends_with_its_reports():
 def test_numbers_of_all_count_workers_that_are_not_shown():
     story = told(11, workers=MAX_WORKERS + 44)
     gone = WorkerChanged("node37/worker3", "left", "failed", "its process has ended")
-    story.take(Batch((Event(1000, BEGIN + 11, gone),), 0, True))
+    story.apply(Batch((Event(1000, BEGIN + 11, gone),), 0, True))
     data = snapshot(story)
     assert len(data["workers"]) == len(data["recent"]["rows"]) == MAX_WORKERS
     sums = {"workers": 300, "out": 1, "done": 300 * 50, "sent_nbytes": 300 * 10_000, "bytes_per_s": 300_000.0}
@@ -134,7 +134,7 @@ def test_curves_never_run_backwards():
     events = (progress(60, 250), RoundOrdered(13, "global", -1, "node0/worker0", 260, 61.0, {"node0/worker0": 9.0}))
     counts = []
     for n, what in enumerate(events):
-        story.take(Batch((Event(1000 + n, BEGIN + 60 + n, what),), 0, True))
+        story.apply(Batch((Event(1000 + n, BEGIN + 60 + n, what),), 0, True))
         loss = snapshot(story)["loss"]
         assert loss["counts"] == sorted(loss["counts"])
         counts.append([count for count, _ in loss["consensus"]])
@@ -154,7 +154,7 @@ def test_a_loss_has_gaps_where_its_worker_was_away_and_held_out_ones_are_apart()
     now = progress_at(5, 50, [replace(gone, worker=first, state="live"), gone])
     story = Story()
     events = [Event(n, BEGIN + n, what) for n, what in enumerate([*rounds, now], 1)]
-    story.take(Batch(tuple(events), 0, True))
+    story.apply(Batch(tuple(events), 0, True))
     loss = snapshot(story)["loss"]
     assert loss["counts"] == [10, 20, 30, 40, 50]
     assert loss["workers"][first] == [3.0, False, 2.0, 1.0, 1.0]
@@ -168,7 +168,7 @@ def test_the_page_says_why_a_run_is_longer_or_shorter_or_went_back():
     def tell(made, iterations, *causes):
         now = replace(progress_at(1, made, []).run, iterations=iterations)
         events = (Event(seq := next(seqs), BEGIN + seq, what) for what in (*causes, RunProgress(now, ())))
-        told.take(Batch(tuple(events), 0, True))
+        told.apply(Batch(tuple(events), 0, True))
 
     tell(0, 0)
     tell(10, 3000, WorkerJoined("node0/worker0", 0, "", ""))  # it has a length only now
@@ -193,7 +193,7 @@ def test_the_agreement_of_each_layer_is_a_row() -> None:
     ]
     for k, numbers in enumerate(logged, 1):
         now = RunProgress(progress_at(k, 10 * k, []).run, (), numbers)
-        told.take(Batch((Event(k, BEGIN + k, now),), 0, True))
+        told.apply(Batch((Event(k, BEGIN + k, now),), 0, True))
     data = snapshot(told)["agreement"]
     assert data == {"counts": [10, 30], "layers": ["h.0", "ln"], "rows": [[0.75, None], [None, 0.25]]}
     assert snapshot(Story())["agreement"] == {"counts": [], "layers": [], "rows": []}
@@ -202,8 +202,8 @@ def test_the_agreement_of_each_layer_is_a_row() -> None:
 def test_rounds_stay_where_they_were_when_the_server_comes_back():
     story = told(10)
     report = REPORT | {"run": "", "stream": {"epoch": "f", "last": 0}}
-    story.take(Batch(connected=True, report=report, restarted=True))
-    story.take(Batch((Event(1, BEGIN + 100, progress(10, 100, ("node0/worker0", 50, 9000))),), 0, True))
+    story.apply(Batch(connected=True, report=report, restarted=True))
+    story.apply(Batch((Event(1, BEGIN + 100, progress(10, 100, ("node0/worker0", 50, 9000))),), 0, True))
     assert [mark[0] for mark in snapshot(story)["whole"]["rounds"]] == [BEGIN, BEGIN + 5]
 
 

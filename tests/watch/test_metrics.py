@@ -105,7 +105,7 @@ def test_counters_never_fall_when_the_server_is_started_again() -> None:
     ]
     report = REPORT | {"count": 11, "rounds_global": 2, "rounds_local": 1, "leaders": entries, "state": "running"}
     report["stream"] = {"epoch": "f", "last": 3}
-    bench.view.take(Batch(connected=True, report=report, restarted=True))
+    bench.view.apply(Batch(connected=True, report=report, restarted=True))
     bench.seq = 0
     bench.tell(*(RoundOrdered(**{**entry, "losses": {}}) for entry in entries))  # a new stream begins with its rounds
     bench.tell(progress_of(11, at(WHO, 7), at(OTHER, 4), rounds_global=2, rounds_local=1))  # no heartbeat was heard yet

@@ -151,7 +151,7 @@ def test_rounds_keep_their_times_when_the_server_is_started_again() -> None:
     view = bench.tell(progress(12, 1.0), order(3))  # 12 s after the first round, at 1002
     assert [each.time for each in view.rounds] == [991.0, 993.0, 1003.0]
     report = REPORT | {"leaders": [entry | {"round": 4, "seconds": 14.0}], "stream": {"epoch": "f", "last": 1}}
-    view.take(Batch(connected=True, report=report, restarted=True))
+    view.apply(Batch(connected=True, report=report, restarted=True))
     view.fold(Event(1, 1090.0, order(4)))  # a new stream begins with its rounds
     view.fold(Event(2, 1100.0, progress(15, 1.0)))
     assert [each.time for each in view.rounds] == [991.0, 993.0, 1003.0, 1099.0]
@@ -174,9 +174,9 @@ def test_after_a_restart_the_history_stays_and_another_run_begins_anew() -> None
     entry = {"round": 2, "scope": "global", "node": -1, "worker": WHO, "count": 16, "seconds": 2.0, "losses": {}}
     leaders = [entry, entry | {"round": 3}]
     restarted = json.loads(json.dumps(REPORT | {"leaders": leaders, "stream": {"epoch": "f", "last": 0}}))
-    view.take(Batch(connected=True, report=restarted, restarted=True))
+    view.apply(Batch(connected=True, report=restarted, restarted=True))
     assert [each.round for each in view.rounds] == [1, 2, 3] and len(view.log) == 1
-    view.take(Batch(connected=True, report=restarted | {"run": "another", "leaders": []}, lost=2))
+    view.apply(Batch(connected=True, report=restarted | {"run": "another", "leaders": []}, lost=2))
     assert (view.now.run, list(view.rounds), len(view.log), view.connected) == ("another", [], 0, True)
 
 

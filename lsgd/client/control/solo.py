@@ -43,7 +43,7 @@ class Solo:
         from lsgd.server.coordinator import Coordinator
         from lsgd.server.daemon import Ending, silence
         from lsgd.server.global_daemon import GlobalDaemon
-        from lsgd.server.journal import begin, new_run
+        from lsgd.server.journal import new_run, open_run
 
         path = environ.get("LSGD_PLAN")
         plan = read(Path(path) if path else None, environ, {}).plan
@@ -56,7 +56,7 @@ class Solo:
         link = self._open.enter_context(Connector(above, b"node0#1"))
         saved = runs(identity.resume)[:1] if identity.resume else []
         run = stage_name(new_run(), max([identity.stage, *map(stage_of, saved)]))
-        coordinator = Coordinator(begin(replace(plan, run=replace(plan.run, workers=1)), None, run=run))
+        coordinator = Coordinator(open_run(replace(plan, run=replace(plan.run, workers=1)), None, run=run))
         self._endings = Ending(), Ending()
         elsewhere = Elsewhere(0, partial(dial, b"node0#1", None), Knock())  # nowhere: the servers end with the script
         local = LocalServer(0, 1, workers, link, elsewhere=elsewhere)

@@ -46,7 +46,7 @@ class Story:
         names = {each.name for each in fields(RoundOrdered)}
         self._older = [round_of(RoundOrdered(**{name: r[name] for name in names & r.keys()})) for r in older]
 
-    def take(self, batch: Batch) -> None:
+    def apply(self, batch: Batch) -> None:
         """Apply a reader's batch."""
         if batch.report is not None and self.view.now.run not in ("", batch.report["run"]):
             self.recent, self._older = {}, []

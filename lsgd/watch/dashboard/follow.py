@@ -88,7 +88,7 @@ class Follower(threading.Thread):
             while time.monotonic() < end:
                 batch = self._reader.read(READ_S)
                 with self._taking:
-                    self._story.take(batch)
+                    self._story.apply(batch)
                 if batch.events or batch.report is not None:
                     new, self._story.problem = True, ""
                 if not batch.more:
@@ -96,7 +96,7 @@ class Follower(threading.Thread):
         except LsgdError as error:
             self._story.problem = str(error)
             with self._taking:
-                self._story.take(Batch())
+                self._story.apply(Batch())
             self._stop_asked.wait(RETRY_S)
         return new or before != (view.connected, self._story.problem)
 
