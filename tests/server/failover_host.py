@@ -60,6 +60,7 @@ class Task:
         self.host, self.command = host, command
         self.pid = next(host.world.numbers)
         self.tail: list[str] = []
+        self.mistake = ""
         self.code: int | None = None
 
     def send(self, number: Signals) -> None:
