@@ -78,10 +78,9 @@ def _is_fresh(state: RunState, member: Member) -> bool:
 
 def hear_again(state: RunState, member: Member) -> None:
     """Note that a silent member is there after all: it comes back with its next request."""
-    if member.state is MemberState.SILENT:
-        heard = Why.HEARD(worker=member.worker)
-        state.note(heard)
-        state.roster.move(member, MemberState.STRAGGLER, heard)
+    heard = Why.HEARD(worker=member.worker)
+    state.note(heard)
+    state.roster.move(member, MemberState.STRAGGLER, heard)
 
 
 def _leaves_a_minority(state: RunState, silent: Collection[Member]) -> bool:

@@ -245,8 +245,8 @@ def test_an_end_that_nobody_leaves_is_over_in_time() -> None:
 
 
 def test_phase_changed_settings_and_the_time_go_on() -> None:
-    phases = (PlanPhase(LocalSettings(period=1), 4), PlanPhase(LeaderSettings(period=8, local_period=8)))
-    plan = Plan(RunSettings(workers=2, iterations=100, seconds=1000.0), phases)
+    planned = (PlanPhase(LocalSettings(period=1), 4), PlanPhase(LeaderSettings(period=8, local_period=8)))
+    plan = Plan(RunSettings(workers=2, iterations=100, seconds=1000.0), planned)
     bench = started("00", "01", plan=plan)
     for _ in range(2):
         bench.complete_all("00", "01")
@@ -262,7 +262,7 @@ def test_phase_changed_settings_and_the_time_go_on() -> None:
     assert bench.book.averages, "the phase has begun, and its first round is open"
     assert bench.state.plan.run.iterations == 50
     assert bench.state.share(bench.now) == pytest.approx(max(4 / 50, 30 / 1000))
-    assert bench.state.plan.phases == phases
+    assert bench.state.plan.phases == planned
 
 
 @pytest.mark.parametrize(
