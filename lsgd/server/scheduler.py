@@ -222,7 +222,7 @@ def _order(
             endings.settle_own(state, member)
     if is_global:
         phases.pace.ordered(state.now, state.ledger.count, first=fresh)
-        state.tenure.took_over = False
+        state.tenure.took_over, state.ledger.unheard = False, 0  # all members have reported what they made
     if not final:
         state.ledger.begin_round(members, tokens, queues, per_member)
     opened = book.order(new_round(state, scope, members, who, final=final, probe=probe), members, state.now)
@@ -235,8 +235,6 @@ def _order(
     state.happened(entry)
     if words:
         state.note(words)
-    if is_global:
-        state.ledger.unheard = 0  # all members have reported what they made
     answers.order(state, members, opened)
 
 
