@@ -124,7 +124,7 @@ def test_a_line_has_the_same_and_each_nodes_share_and_who_is_away():
 def test_a_line_of_a_run_that_waits_has_no_rate():
     run = run_of(2)
     waits = replace(run.now, state="waiting", code="waiting", reason="2 of 4 workers have joined", count=1000)
-    run.take(Batch((Event(3, 30.0, RunProgress(waits, ())),), connected=True))
+    run.apply(Batch((Event(3, 30.0, RunProgress(waits, ())),), connected=True))
     assert run.rate is None and line(run).startswith("1000 of 2000 iterations; loss 0.25; node0 50%")
 
 
@@ -132,7 +132,7 @@ def test_a_line_names_workers_whose_losses_are_no_numbers_any_more():
     run = run_of(3)
     for seq, loss in ((3, 0.5), (4, None)):
         at = [WorkerProgress(f"node{n}/worker0", n, "live", 600, loss, 0.0, 1.0, 0.0, 0.0, 0, 0) for n in range(2)]
-        run.take(Batch((Event(seq, 10.0 * seq, RunProgress(run.now, tuple(at))),), connected=True))
+        run.apply(Batch((Event(seq, 10.0 * seq, RunProgress(run.now, tuple(at))),), connected=True))
     assert "; no finite loss: node0/worker0, node1/worker0 (lower" in line(run)
     assert [text.split()[4:6] for text in plain(frame(run, COLUMNS, ROWS))[1:3]] == [["not", "finite"]] * 2
 
