@@ -238,9 +238,8 @@ class LocalServer:
             following.look(now, self.stage)
         for refusal in self._refusals.report(self.workers.listener, now):
             self._lines.complain(refusal)
-        if not self.of_run.over and self._farewell.stage is not Parting.LAST_WORD and uplink.greets(now):
-            stops = [] if self.allegiance.stranger else self._stop.for_(uplink.link)
-            uplink.send([encode(following.greeting(self.stage)), *stops])
+        if not self.of_run.over and self._farewell.stage is not Parting.LAST_WORD:
+            uplink.greet(now, self._greeting)
         if not self.failure and (refused := uplink.refusal(now)):
             self._refuse(refused)
         if self._farewell:
@@ -248,6 +247,10 @@ class LocalServer:
             self._leave(now)
         elif not self.failure and not following.complain(now):
             self.workers.remind(self._who.node, now)
+
+    def _greeting(self) -> list[bytes]:
+        stops = [] if self.allegiance.stranger else self._stop.for_(self.following.uplink.link)
+        return [encode(self.following.greeting(self.stage)), *stops]
 
     def _upward(self, now: float) -> None:
         """Forward the workers' messages in one batch."""

@@ -1,7 +1,7 @@
 """The connection of a node to the global server that it follows: whether that answers, and what is said if not."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lsgd.node.allegiance import Allegiance
 from lsgd.node.elsewhere import Link
@@ -54,12 +54,10 @@ class Uplink:
         """Let a greeting be due."""
         self._greeted_at = -math.inf
 
-    def greets(self, now: float) -> bool:
-        """Return whether a greeting is due, and take it that it is sent."""
-        if now - self._greeted_at < HELLO_EVERY_S:
-            return False
-        self._greeted_at = now
-        return True
+    def greet(self, now: float, greeting: Callable[[], Sequence[bytes]]) -> None:
+        """Send a greeting if one is due; one that could not be sent stays due."""
+        if now - self._greeted_at >= HELLO_EVERY_S and self.link.send(greeting()):
+            self._greeted_at = now
 
     def send(self, frames: Sequence[bytes]) -> bool:
         """Send; return whether the server is there to get it."""

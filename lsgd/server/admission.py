@@ -70,8 +70,10 @@ def _admit(state: RunState, join: Join) -> None:
 
 
 def announce(state: RunState, hello: NodeHello) -> None:
-    """Note how many workers a node has."""
+    """Note how many workers a node has, and that those of its former local server are gone unless they are heard."""
     state.gathering.announced[hello.node] = max(hello.workers, 1)
+    if state.gathering.meet(hello.node, hello.incarnation):
+        state.roster.closed_at[hello.node] = state.now
     _welcome(state, [])
 
 

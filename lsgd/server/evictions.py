@@ -53,27 +53,45 @@ def leave_out_silent(state: RunState) -> None:
     """Let the others train on without live members that are silent; the lease decides whether they may come back.
 
     Not if nobody else has the run's model who was heard a moment ago: then this server's own link may be down. Nor
-    while its count is not exact, after a restart, or the run ends: the last round waits for the lease.
+    before all others have said what they made, after a restart, nor once the run ends: its last round waits for the
+    lease.
     """
-    roster = state.roster
-    if roster.generation is None or state.tenure.took_over or state.ledger.unheard or state.stopping:
+    roster, fresh_s = state.roster, state.silence_s / 2
+    if roster.generation is None or state.tenure.took_over or state.stopping:
         return
-    silent = [m for m in roster.members.values() if state.is_silent(m)]
-    out = [m for m in silent if m.live]
+    silent = {m for m in roster.members.values() if state.is_silent(m)}
+    if missed := _cost_too_much(state):
+        silent, fresh_s = silent | missed, state.missed_s / 2
+    out = [m for m in roster.members.values() if m in silent and m.live]
     if not out or _leaves_a_minority(state, silent):
         return
-    if state.ledger.count > 0 and not any(_is_fresh(state, m) for m in roster.holders()):
+    fresh = (state.now - m.heard_at <= fresh_s for m in roster.holders() if m not in silent)
+    if state.ledger.count > 0 and not any(fresh):
+        return
+    if state.ledger.unheard and any(m not in silent for m in roster.within(MemberState.BUSY)):
         return
     reason = Why.SILENT(quiet_s=state.now - max(m.heard_at for m in out))
     words = {"who": named(out), "are": "is" if len(out) == 1 else "are"}
     state.note(Why.LEFT_OUT(reason=reason, **words))
+    state.ledger.set_aside(out)
     for member in out:
         endings.left_round(state, member, Why.FELL_SILENT, reason=reason)
         roster.move(member, MemberState.SILENT, reason)
 
 
-def _is_fresh(state: RunState, member: Member) -> bool:
-    return state.now - member.heard_at <= state.silence_s / 2 and not state.is_silent(member)
+def _cost_too_much(state: RunState) -> set[Member]:
+    """Return the members that have missed heartbeats, if the wait of all others has cost more than those bring.
+
+    What they bring are the iterations that only their own models have: those are lost if they live and are left out.
+    So the two mistakes, to wait for the dead and to leave out the living, cost about the same at most.
+    """
+    roster, now = state.roster, state.now
+    missed = {m for m in roster.members.values() if m.live and now - m.heard_at > state.missed_s}
+    held = [m for m in roster.within(MemberState.HELD) if m not in missed]
+    if not missed or len(held) + len(missed) < roster.live:
+        return set()
+    waited_s = sum(now - m.held_at for m in held)
+    return missed if waited_s > sum(m.unshared for m in missed) * state.phases.pace.step_s else set()
 
 
 def hear_again(state: RunState, member: Member) -> None:

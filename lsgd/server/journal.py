@@ -288,7 +288,7 @@ def open_run(plan: Plan, journal: Journal | None, *, continues: bool = False, ru
     return state
 
 
-VERSION = 17
+VERSION = 18
 """Version of the format."""
 
 _KEPT = ("committed", "sent_nbytes", "times_leader", "usual")
@@ -333,6 +333,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "links": state.links.capture(now),
         "ways": state.links.ways.capture(),
         "first": state.gathering.first,
+        "servers": sorted(state.gathering.servers.items()),
         "meeting": state.calls.to_json(),
         "terms": [[term.number, term.node] for term in state.tenure.terms],
         "beaten": [[term.number, term.node] for term in state.tenure.beaten],
@@ -401,7 +402,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
             averages=saved["averages"],
         ),
         progress=Progress(None if saved["elapsed_s"] is None else now - saved["elapsed_s"]),
-        gathering=Gathering(saved["first"]),
+        gathering=Gathering(saved["first"], dict(saved["servers"])),
         calls=Calls.from_json(saved["meeting"]),
         life=Life.from_json(saved["life"], now),
         data=DataBook.from_json(saved["data"]),

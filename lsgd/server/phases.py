@@ -88,6 +88,11 @@ class Pace:
                 pace._steps_s.append(step_s)
         return pace
 
+    @property
+    def step_s(self) -> float:
+        """How long a step takes; infinite while that is not known."""
+        return statistics.median_high(self._steps_s) if self._steps_s else math.inf
+
     def interrupted(self) -> None:
         """Discard the times since the last round: its generation is over."""
         self._since = None
@@ -105,7 +110,7 @@ class Pace:
             return PLANNED
         if not (self._rounds_s and self._steps_s) or (self.delay and not self._transfers_s):
             return Why.UNMEASURED()
-        step_s = max(SHORTEST_STEP_S, statistics.median_high(self._steps_s))
+        step_s = max(SHORTEST_STEP_S, self.step_s)
         round_s, transfer_s = statistics.median_low(self._rounds_s), statistics.median_low(self._transfers_s or [0.0])
         exchange = Exchange(round_s / step_s, transfer_s / step_s, parts)
         cost = partial(period_cost, exchange=exchange, workers=workers, steps=steps)

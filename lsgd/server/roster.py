@@ -367,7 +367,7 @@ class Roster:
         live: number of members that are HELD or BUSY.
         held: number of members that are HELD.
         absent: number of the generation's members that are not live, departed ones included.
-        closed_at: when the last connection of a node has closed.
+        closed_at: when the last connection of a node has closed, or another local server of it was first heard.
         spared: members that have the run's model, while all of them are silent and the run waits for them.
         happened: events that the coordinator has yet to publish.
     """

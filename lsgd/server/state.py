@@ -76,6 +76,7 @@ class Gathering:
 
     Args:
         first: name of the worker that saves for all, fixed when the run begins.
+        servers: incarnation of each node's local server, as last heard.
 
     Attributes:
         announced: number of workers on each node, according to its local server.
@@ -84,6 +85,7 @@ class Gathering:
     """
 
     first: str = ""
+    servers: dict[int, int] = field(default_factory=dict)
     announced: dict[int, int] = field(default_factory=dict)
     since: float = 0.0
     claims: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -101,6 +103,14 @@ class Gathering:
         if not self.first:
             self.first = first
             self.changes.count += 1
+
+    def meet(self, node: int, server: int) -> bool:
+        """Note which local server a node has; return whether it had another one before."""
+        before = self.servers.get(node, server)
+        if self.servers.get(node) != server:
+            self.servers[node] = server
+            self.changes.count += 1
+        return before != server
 
     def missing(self, run: RunSettings, here: Container[str], most: int = 4) -> str:
         """Name the nodes that have not connected and the workers not ``here``, as far as that is known."""
@@ -245,8 +255,15 @@ class RunState:
         """After how long without a word a worker counts as silent, in seconds."""
         return min(SILENCE_S, self.plan.run.lease_s)
 
+    @property
+    def missed_s(self) -> float:
+        """The same for a worker that all others wait for, if that costs more than the worker brings."""
+        return self.silence_s / 2
+
     def is_silent(self, member: Member) -> bool:
         """Whether a worker is probably gone: its heartbeats are missing, or its node's connection has closed."""
+        if member.state is MemberState.SILENT:
+            return True
         closed_at = self.roster.closed_at.get(member.join.node, -math.inf)
         is_closed = member.heard_at <= closed_at < self.now - CLOSED_S
         return is_closed or self.now - member.heard_at > self.silence_s

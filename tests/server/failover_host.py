@@ -121,19 +121,30 @@ class ServerTask(Task):
 
 
 class WorkerTask(Task):
-    """A worker's process."""
+    """A worker's process, which first imports torch."""
 
     def __init__(self, host: Host, command: Command) -> None:
         super().__init__(host, command)
-        self.worker = Worker(host, int(command.name.partition("worker")[2]), self.pid)
-        host.by_incarnation[self.pid] = self.worker
-        host.world.workers.append(self.worker)
+        self.worker: Worker | None = None
+        if host.world.imports_s:
+            host.after(host.world.imports_s, self._begin)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
+        if self.code is None:
+            host, index = self.host, int(self.command.name.partition("worker")[2])
+            self.worker = host.by_incarnation[self.pid] = Worker(host, index, self.pid)
+            host.world.workers.append(self.worker)
 
     def status(self, now: float) -> int | None:
-        return self.worker.code
+        return self.worker.code if self.worker else self.code
 
     def send(self, number: Signals) -> None:
-        self.worker.end(-number)
+        if self.worker:
+            self.worker.end(-number)
+        else:
+            self.ends(-number)
 
 
 class Host:

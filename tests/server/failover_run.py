@@ -53,6 +53,7 @@ class World:
         connects_s: how long it takes to make a connection, besides the time that messages take.
         step_s: how long a worker's step takes, about.
         tick_s: how often the loops of servers and launchers turn.
+        imports_s: how long a worker's process takes until it joins.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class World:
         connects_s: float = 0.0,
         step_s: float = 0.5,
         tick_s: float = 0.25,
+        imports_s: float = 0.0,
     ) -> None:
         self.plan, self.random, self.delay_s = plan, random.Random(seed), delay_s
         self.start_s, self.connects_s = start_s, connects_s
-        self.step_s, self.tick_s = step_s, tick_s
+        self.step_s, self.tick_s, self.imports_s = step_s, tick_s, imports_s
         self.faults = Faults(exchange_timeout_s=6.0)
         self.now = 0.0
         self.notes: list[tuple[int, Any]] = []

@@ -8,7 +8,7 @@ from lsgd.algorithms.allreduce import AllReduceSettings
 from lsgd.algorithms.local import LocalSettings
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
-from lsgd.protocol.messages import StopRun, Term, Welcome
+from lsgd.protocol.messages import PROTOCOL, NodeHello, StopRun, Term, Welcome
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.journal import capture, restore
 from lsgd.server.roster import Has, Member, MemberState
@@ -33,6 +33,10 @@ def loses(bench: Bench, *places: str) -> dict[str, int]:
     assert not bench.notes
     bench.tick(2.0)
     return lost
+
+
+def hello(node: int, server: int) -> NodeHello:
+    return NodeHello(PROTOCOL, node, server, "host", "1.0.0")
 
 
 def member(bench: Bench, place: str) -> Member:
@@ -78,6 +82,59 @@ def test_a_machine_that_dies_without_a_word_is_missed_after_five_heartbeats() ->
     assert not bench.notes
     bench.tick(1.0)
     assert state_of(bench, "10", "11") == {MemberState.SILENT}
+
+
+def at_steps_of(step_s: float, *places: str) -> Bench:
+    """Return a run whose server knows how long a step takes, and whose workers have made two of four each."""
+    bench = trained(*places)
+    while bench.book.next_id < 6 or bench.member("10").unshared != 2:
+        bench.now += step_s
+        for place in places:
+            if not bench.member(place).held:
+                bench.ask(place)
+        bench.tick()
+        for place in places:
+            if bench.member(place).round is not None:
+                bench.complete_all(place)
+    return bench
+
+
+@pytest.mark.parametrize(("step_s", "after_s"), [(0.1, 3.0), (3.0, 6.0)])
+def test_a_member_that_all_wait_for_is_left_out_once_that_costs_more_than_it_brings(
+    step_s: float, after_s: float
+) -> None:
+    bench = at_steps_of(step_s, *PLACES)
+    del bench.incarnations["10"], bench.incarnations["11"]
+    until_held(bench, "00", "01")
+    bench.tick(after_s - 1.0)
+    assert not bench.notes
+    bench.tick(1.0)
+    assert bench.codes[0] == "left_out.silent" and state_of(bench, "10", "11") == {MemberState.SILENT}
+
+
+def test_it_is_waited_for_while_others_train_and_if_nobody_was_heard_since() -> None:
+    bench = at_steps_of(0.1, *PLACES)
+    del bench.incarnations["11"]
+    until_held(bench, "00", "01")
+    bench.tick(4.0)
+    assert not bench.notes, "node1/worker0 trains"
+    until_held(bench, "10")
+    bench.now += 2.0
+    bench.incarnations.clear()
+    bench.tick()
+    assert not bench.notes, "the server's own link may be down"
+
+
+def test_those_of_a_former_local_server_are_gone_unless_they_are_heard_through_the_next_one() -> None:
+    bench = trained(*PLACES)
+    bench.say(hello(1, 1))
+    bench.tick(2.0)
+    lost = bench.incarnations.pop("11")
+    bench.say(hello(1, 2))
+    assert not bench.notes
+    bench.tick(2.0)
+    assert bench.codes == ["left_out.silent"] and state_of(bench, "00", "01", "10") == {MemberState.BUSY}
+    assert isinstance(bench.join("11", lost + 1)["11"][0], Welcome)
 
 
 def test_the_round_that_it_is_in_fails_for_the_others_at_once() -> None:
@@ -153,6 +210,25 @@ def test_half_of_the_nodes_or_fewer_leave_nobody_out_if_a_standby_may_serve_the_
     bench.state.tenure.guarded = True
     loses(bench, "10", "20")
     assert not bench.notes and state_of(bench, "10", "20") == {MemberState.BUSY}
+
+
+def test_a_restarted_server_leaves_those_of_a_dead_launcher_out_once_the_others_have_said_what_they_made() -> None:
+    bench = trained(*PLACES, iterations=100)
+    for node in (0, 1):
+        bench.say(hello(node, 1))
+    bench.coordinator = Coordinator(restore(json.loads(json.dumps(capture(bench.state, bench.now))), bench.now))
+    unheard = bench.ledger.unheard
+    del bench.incarnations["10"], bench.incarnations["11"]
+    bench.say(hello(0, 1))
+    bench.say(hello(1, 2))
+    bench.ask("00", same=True)
+    bench.tick(2.0)
+    assert not bench.notes and unheard > 0
+    bench.ask("01", same=True)
+    bench.tick()
+    assert state_of(bench, "10", "11") == {MemberState.SILENT} and bench.member("00").round.round.id == 2
+    assert member(bench, "10").granted + member(bench, "11").granted >= unheard, "they may have made all that"
+    assert isinstance(bench.join("10", 2)["10"][0], Welcome)
 
 
 @pytest.mark.parametrize("moved", [False, True])
