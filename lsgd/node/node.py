@@ -32,6 +32,9 @@ TERM_PATIENCE_S, KILL_PATIENCE_S = 5.0, 10.0
 ORPHAN_PATIENCE_S = 1.0
 """How long what the workers have left behind may take to end after SIGTERM."""
 
+ORPHANS_EVERY_S = 1.0
+"""How often orphans are looked for: that reads a file for each thread, and costs as much as all else in a turn."""
+
 OBSERVE_PATIENCE_S = 15.0
 """How long observing processes may keep writing after the run's end."""
 
@@ -163,7 +166,7 @@ class Node:
     def run(self, signals: Ending) -> None:
         """Run all processes until they have ended, or ``signals`` say that this node is to end."""
         local = next((c.environment.get("LSGD_LOCAL", "") for c in self._commands if c.role is Role.WORKER), "")
-        orphans = Orphans(f"LSGD_LOCAL={local}", lambda: self._children.pids)
+        orphans, looked_at = Orphans(f"LSGD_LOCAL={local}", lambda: self._children.pids), 0.0
         try:
             self.begin()
             if self._stage.panel:
@@ -171,7 +174,9 @@ class Node:
             while self.turn(signals):
                 wait_for(TICK_S, *self._local.sources, signals.wakeup)
                 signals.wakeup.clear()
-                orphans.reap()
+                if self._now - looked_at >= ORPHANS_EVERY_S:
+                    looked_at = self._now
+                    orphans.reap()
             self._local.close()
         finally:
             for child in self._children.alive():
