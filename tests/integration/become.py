@@ -55,7 +55,7 @@ _copies: dict[str, ModuleType] = {}
 """The same again, for a launcher."""
 _path: list[str] = []
 """Where from."""
-_finalizers: set[object] = set()
+_finalizers: "set[weakref.finalize[..., Any]]" = set()
 """Of what was imported."""
 _kept: list[object] = []
 """What must not be freed: it would write to a descriptor, or close one, that is another's now."""
@@ -288,6 +288,8 @@ def end_with(main: Callable[[], object]) -> NoReturn:
     """
     code = code_of(main)
     threading._shutdown()  # type: ignore[attr-defined]
+    for finalizer in _finalizers:  # torch's, which take its kernels out one by one
+        finalizer.atexit = False
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
