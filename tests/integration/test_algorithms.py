@@ -145,7 +145,7 @@ def test_a_worker_killed_in_a_gradient_exchange(cluster, tmp_path, algorithm, vi
     flags = plan(
         tmp_path,
         {"name": algorithm, "bucket_mib": 0.001},
-        iterations=160,
+        iterations=96,
         exchange_timeout_s=20.0,
     )
     server, locals_ = cluster.start("--workers", "4", *flags, nodes=2)
@@ -167,7 +167,7 @@ def test_a_worker_killed_in_a_gradient_exchange(cluster, tmp_path, algorithm, vi
         assert re.search(golden.pattern("exchange.gradients_again"), workers[place].output)
     died = 11  # the steps that the victim has made, and told
     assert results[0]["status"]["count"] == 3 * results[0]["iterations"] + died
-    assert 160 - 3 < results[0]["status"]["count"] <= 160
+    assert 96 - 3 < results[0]["status"]["count"] <= 96
     assert golden.text("reasons.generation", number=2, workers=3, nodes=2) in server.output
 
 

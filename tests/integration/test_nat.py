@@ -124,7 +124,7 @@ def test_two_homes_and_a_server_train_and_a_relay_that_dies_is_started_again(tmp
     """With all algorithms; and with a global server that reaches them though they reach each other not."""
     with Testbed(NODES, behind_nat=[1, 2]) as testbed:
         operator = Operator(testbed.hosts[0], tmp_path / "keys")
-        processes = begin(testbed, tmp_path, (*LOCKSTEP, *((name, 40) for name in OTHERS)))
+        processes = begin(testbed, tmp_path, (*LOCKSTEP, *((name, 16) for name in OTHERS)))
         operator.finds_the_server()
         until(lambda: operator.status()["ways"], "the nodes have tried each other")
         shown = operator.lsgd("status")
