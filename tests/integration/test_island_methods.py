@@ -23,13 +23,13 @@ def islands(tmp_path: Path) -> Iterator[Islands]:
 
 
 IN_EACH_STEP = """
-iterations = 48
+iterations = 24
 [[phase]]
 name = "allreduce"
-iterations = 16
+iterations = 8
 [[phase]]
 name = "decentralized"
-iterations = 16
+iterations = 8
 [[phase]]
 name = "low_precision_decentralized"
 codec = "none"
@@ -39,12 +39,12 @@ hierarchical = false
 """Each of two workers makes one iteration a round."""
 
 DELAYED = """
-iterations = 48
+iterations = 24
 [[phase]]
 name = "diloco"
 period = 4
 delay = 3
-iterations = 24
+iterations = 12
 [[phase]]
 name = "leader"
 period = 4

@@ -130,19 +130,19 @@ def test_islands_train_and_are_equal_after_each_exchange(islands) -> None:
 
 
 PHASES = """
-iterations = 48
+iterations = 24
 [[phase]]
 name = "local"
 rescale = true
 compression = "none"
 period = 1  # so each makes one iteration a round
-iterations = 16
+iterations = 8
 [[phase]]
 name = "leader"
 period = 1
 local_period = 1
 election = "loss"
-iterations = 16
+iterations = 8
 [[phase]]
 name = "diloco"
 period = 1
@@ -152,7 +152,11 @@ fragments = 1
 
 @pytest.mark.parametrize(
     ("how", "offload", "workers"),
-    [((), (), 2), (("--compile", "--adamw", "foreach"), ("--offload", "true"), 1), (("--adamw", "fused"), (), 1)],
+    [
+        (("--adamw", "single"), (), 2),
+        (("--compile", "--adamw", "foreach"), ("--offload", "true"), 1),
+        (("--adamw", "fused"), (), 1),
+    ],
     ids=["eager", "compiled", "fused"],
 )
 def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_path, how, offload, workers) -> None:
@@ -178,27 +182,27 @@ def test_an_island_computes_what_a_whole_worker_does_bit_by_bit(islands, tmp_pat
 
 
 def test_a_number_that_is_none_in_one_shard_counts_for_the_island(islands) -> None:
-    islands.begin("--algorithm", "leader", "--period", "4", "--iterations", "80")
-    one, other = islands.train("--do", "nan", "--at", "15")
+    islands.begin("--algorithm", "leader", "--period", "4", "--iterations", "56")
+    one, other = islands.train("--do", "nan", "--at", "11")
     assert one["state"] == other["state"]
     assert all(whole_rounds(islands.folder, worker) for worker in (0, 1))
     output = islands.processes[-2].output  # the head's, whose own shard is finite
     assert golden.text("island.nonfinite_model") in output
-    assert re.search(r"checkpoint of 80 iterations", output)
+    assert re.search(r"checkpoint of 56 iterations", output)
 
 
 def test_a_shard_whose_exchange_is_cut_fails_the_round_of_all(islands) -> None:
-    islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "80")
-    one, other = islands.train("--common", "--do", "cut", "--at", "15")
+    islands.begin("--algorithm", "local", "--compression", "none", "--period", "4", "--iterations", "56")
+    one, other = islands.train("--common", "--do", "cut", "--at", "11")
     assert one["state"] == other["state"]
     assert equal_after_each_round(islands.folder) > 5
     assert golden.text("island.failed_elsewhere") in islands.processes[-2].output
 
 
 def test_a_frozen_process_ends_its_island_and_the_others_go_on(islands) -> None:
-    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "80", "--lease-s", str(6 * SLOWNESS))
+    islands.begin("--algorithm", "local", "--period", "4", "--iterations", "56", "--lease-s", str(6 * SLOWNESS))
     others = islands.island(0)
-    head, frozen = islands.island(1, "--do", "freeze", "--at", "15")
+    head, frozen = islands.island(1, "--do", "freeze", "--at", "11")
     for process in others:
         process.succeeds()
     assert head.wait() == 76
@@ -305,7 +309,7 @@ def test_launch_starts_an_island_whole_again_when_a_process_dies_in_a_round(tmp_
         [
             *(sys.executable, "-m", "lsgd.client", "launch", "--device", "cpu", "--run-dir", str(run)),
             *("--workers", "2", "--processes-per-worker", "2", "--", sys.executable, str(SCRIPTS / "island.py")),
-            *("--common", "--do", "kill", "--at", "15", "--once", str(tmp_path / "done"), "--rest", "1"),
+            *("--common", "--do", "kill", "--at", "11", "--once", str(tmp_path / "done"), "--rest", "1"),
         ],
         env={
             **os.environ,

@@ -104,15 +104,15 @@ def test_gradients_are_exchanged_after_ddp_has_averaged_them(islands, algorithm,
 
 def test_a_number_that_is_none_in_one_process_counts_for_the_island(islands) -> None:
     islands.begin("--algorithm", "bytegrad", "--iterations", "40")
-    one, other = islands.train("--ddp", "--do", "spoil", "--at", "15")
+    one, other = islands.train("--ddp", "--do", "spoil", "--at", "11")
     assert one["state"] == other["state"]
     equal_after_each_round(islands.folder, workers=False)
     assert golden.text("island.skip_step") in islands.processes[-2].output
 
 
 def test_replicas_that_compute_otherwise_get_the_model_of_the_head(islands) -> None:
-    islands.begin(*LOCAL, "--iterations", "80")
-    one, other = islands.train("--ddp", "--do", "drift", "--at", "15")
+    islands.begin(*LOCAL, "--iterations", "56")
+    one, other = islands.train("--ddp", "--do", "drift", "--at", "11")
     assert one["state"] == other["state"]
     assert equal_after_each_round(islands.folder, workers=False) > 5
     assert re.search(golden.pattern("island.other_models"), islands.processes[-1].output)
@@ -120,15 +120,15 @@ def test_replicas_that_compute_otherwise_get_the_model_of_the_head(islands) -> N
 
 def test_replicas_that_have_trained_apart_are_told_so(islands) -> None:
     islands.begin(*LOCAL, workers=1)
-    for process in islands.island(0, "--ddp", "--do", "part", "--at", "15", "--who", "node0/worker0"):
+    for process in islands.island(0, "--ddp", "--do", "part", "--at", "11", "--who", "node0/worker0"):
         assert process.wait() == 1
         assert re.search(golden.pattern("island.trained_apart"), process.output), process.output
         assert golden.text("island.only_if_called") in process.output
 
 
 def test_an_exchange_of_the_head_that_is_cut_fails_the_round_of_all(islands) -> None:
-    islands.begin(*LOCAL, "--iterations", "80")
-    one, other = islands.train("--ddp", "--common", "--do", "cut", "--at", "15")
+    islands.begin(*LOCAL, "--iterations", "56")
+    one, other = islands.train("--ddp", "--common", "--do", "cut", "--at", "11")
     assert one["state"] == other["state"]
     assert equal_after_each_round(islands.folder) > 5
     assert "failed" in islands.processes[-2].output
@@ -142,12 +142,12 @@ def test_replicas_with_different_models_are_refused(islands) -> None:
 
 
 def test_replicas_and_a_worker_of_one_process_share_a_run(islands) -> None:
-    islands.begin(*LOCAL, "--iterations", "80")
+    islands.begin(*LOCAL, "--iterations", "56")
     island, alone = islands.island(0, "--ddp"), islands.island(1, "--plain", size=1)
     for process in (*island, *alone):
         process.succeeds()
     one, other = (islands.result(0, index) for index in (0, 1))
-    assert one["state"] == other["state"] and one["iterations"] + other["iterations"] == 80
+    assert one["state"] == other["state"] and one["iterations"] + other["iterations"] == 56
     assert rounds(islands.folder, 0, 0) == rounds(islands.folder, 0, 1)
 
 
@@ -173,7 +173,7 @@ def test_launch_starts_replicas_again_when_one_is_killed(tmp_path) -> None:
         [
             *(sys.executable, "-m", "lsgd.client", "launch", "--device", "cpu", "--run-dir", str(run)),
             *("--workers", "2", "--processes-per-worker", "2", "--", sys.executable, str(SCRIPTS / "island.py")),
-            *("--ddp", "--common", "--do", "kill", "--at", "15", "--once", str(tmp_path / "done"), "--rest", "1"),
+            *("--ddp", "--common", "--do", "kill", "--at", "11", "--once", str(tmp_path / "done"), "--rest", "1"),
         ],
         env={**os.environ, "LSGD_ALGORITHM": "local", "LSGD_PERIOD": "4", "LSGD_ITERATIONS": "96"}
         | {"LSGD_SYNC_OPTIMIZER": "true", "LSGD_CHECKPOINT_EVERY": "2", "OMP_NUM_THREADS": "1"},

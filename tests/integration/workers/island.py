@@ -42,7 +42,7 @@ parser.add_argument("--at", type=int, default=0, help="do this to one process af
 parser.add_argument("--do", default="", choices=("", *DEEDS))
 parser.add_argument("--who", default="node0/worker1", help="worker of the process that it is done to, its last one")
 parser.add_argument("--compile", action="store_true", help="and checkpoint activations")
-parser.add_argument("--adamw", default="", choices=("", "foreach", "fused"), help="its implementation")
+parser.add_argument("--adamw", default="foreach", choices=("foreach", "fused", "single"), help="its implementation")
 parser.add_argument("--muon", action="store_true", help="for its matrices")
 parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
 parser.add_argument("--accumulate", type=int, default=1, help="batches in each step")
@@ -89,7 +89,7 @@ if options.slow_link:  # the last process is faster
     following.Following._chunks_in = lambda self, seconds: 1 + process  # type: ignore[method-assign]
 if options.copied:
     shards._kept = lambda model: [object()]  # type: ignore[assignment, list-item, return-value]
-implementation = {options.adamw: True} if options.adamw else {}
+implementation = {"foreach": False} if options.adamw == "single" else {options.adamw: True}
 optimizer: torch.optim.Optimizer = torch.optim.AdamW(
     [p for p in model.parameters() if p.requires_grad], lr=0.02, **implementation
 )
@@ -192,7 +192,8 @@ with Worker.join(whole, optimizer) as worker:
                 if len(losses) % options.accumulate:
                     continue
                 # The norm of shards is summed in another order, so that only "no limit" leaves the same bits.
-                norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf if options.alike else 1.0)
+                most = math.inf if options.alike else 1.0
+                norm = nn.utils.clip_grad_norm_(model.parameters(), most, foreach=True)
                 norms.append(float(norm.full_tensor() if shards.is_sharded(norm) else norm))
                 optimizer.step()
                 optimizer.zero_grad()
