@@ -111,7 +111,8 @@ class Inputs:
 
     def _pack(self, record: tuple[int, float, bool, Any]) -> None:
         self._packer.pack(record)
-        self._nbytes += len(record[-1])
+        what = record[-1]
+        self._nbytes += len(what) if isinstance(what, bytes) else 1  # a node, or a few settings
 
     def _write(self) -> None:
         assert self._file is not None

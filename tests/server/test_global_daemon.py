@@ -43,6 +43,7 @@ from lsgd.protocol.sockets import Connector, Listener, wait_for
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import EXIT_AT_ONCE, Ending
 from lsgd.server.global_daemon import GlobalDaemon
+from lsgd.server.inputs import Inputs, replay
 from lsgd.server.reasons import Why
 from lsgd.server.standbys import Standbys
 from lsgd.server.state import RunState
@@ -258,10 +259,11 @@ def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(mon
     assert isinstance(answers(b"node0#2", beta)[0][1], NodeWelcome)
 
 
-def test_a_node_whose_connection_has_closed_is_replaced_at_once(monkeypatch) -> None:
+def test_a_node_whose_connection_has_closed_is_replaced_at_once(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr("lsgd.server.global_daemon.say", lambda text: None)
-    link = Answers()
-    daemon = GlobalDaemon(Coordinator(RunState(make_plan(), "run")), cast(Listener, link), watches_memory=False)
+    link, inputs = Answers(), Inputs(tmp_path)
+    coordinator = Coordinator(RunState(make_plan(), "run"))
+    daemon = GlobalDaemon(coordinator, cast(Listener, link), inputs=inputs, watches_memory=False)
     for peer, incarnation, gone in ((b"node0#1", 1, []), (b"node1#1", 1, []), (b"node1#2", 2, [b"node1#1"])):
         link.gone += gone
         daemon.turn(0.5 * incarnation)
@@ -269,6 +271,8 @@ def test_a_node_whose_connection_has_closed_is_replaced_at_once(monkeypatch) -> 
         daemon.turn(0.5 * incarnation)
         assert isinstance(link.sent[peer][-1][1], NodeWelcome)
     assert daemon.coordinator.state.roster.closed_at == {1: 1.0}
+    inputs.close()
+    assert "the connection of node1 closes" in [said for _, said, _, _ in replay(tmp_path)]
 
 
 def test_a_run_that_ends_keeps_its_settings(monkeypatch) -> None:
