@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 from lsgd import stacks
 from lsgd.algorithms.base import is_muon
 from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.client.checkpoint.checkpoints import Checkpoints, Stateful
+from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.checkpoint.extras import Stateful
 from lsgd.client.checkpoint.model_files import FILE_NBYTES, save_model, save_to_store
 from lsgd.client.control.closing import CodedError, exit_at_once, exit_for, leave_ended, leave_on_errors, on_error
 from lsgd.client.control.identity import Identity
@@ -297,7 +298,7 @@ class Worker:
     @property
     def iterations(self) -> int:
         """Iterations that this worker has completed, including those before the checkpoint that it resumed from."""
-        return self._checkpoints.iterations + self._steps.rounds.grants.done
+        return self._checkpoints.resumed.iterations + self._steps.rounds.grants.done
 
     @property
     def consensus_distance(self) -> float | None:
@@ -366,7 +367,7 @@ class Worker:
         data = TrainerData(loaders, partial(_place, weakref.ref(self)), seed)
         if begin_at:
             data.load_state_dict(begin_at)
-        self._checkpoints.attend_extra("lsgd_stream", data)
+        self._checkpoints.extras.attend("lsgd_stream", data)
         data.tell(self._dealt)
         if self.plan.run.own_noise:
             data.begin_own()
@@ -388,13 +389,13 @@ class Worker:
     def _stream_loader(self, stream: Iterable[Any], options: dict[str, Any]) -> StreamLoader:
         gather = partial(self._membership.island.gather, "draws a batch")
         loader = StreamLoader(self._part(stream), lambda has: all(gather(has)), options)
-        return self._checkpoints.attend(self._ending(loader))
+        return self._checkpoints.data.attend(self._ending(loader))
 
     def _deal(self, loader: ShardLoader) -> ShardLoader:
         loader.passes.tell = self._dealt(place_in_script(), facts_of(loader.dataset, loader.passes))
         loader.passes.follow(self._samplers)
         self._samplers.append(loader.passes)
-        return self._checkpoints.attend(self._ending(loader))
+        return self._checkpoints.data.attend(self._ending(loader))
 
     def _ending(self, data: D) -> D:
         """Let passes over data end with the run, and those of a loader that another library makes of its sampler."""
@@ -432,7 +433,7 @@ class Worker:
         if isinstance(data, list | tuple) and any(isinstance(each, DataLoader) for each in data):
             return [self.shard(each) for each in data]
         if not isinstance(data, DataLoader):
-            return self._checkpoints.attend(self._part(data))
+            return self._checkpoints.data.attend(self._part(data))
         options = self._own(options_of(data))
         if is_stream(data.dataset):
             return self._stream_loader(data.dataset, options)
@@ -469,7 +470,7 @@ class Worker:
         Raises:
             ConfigError: the name is taken, or the object has no such methods.
         """
-        self._checkpoints.attend_extra(name, thing)
+        self._checkpoints.extras.attend(name, thing)
 
     @observed
     def follow(self, thing: T, place: Callable[[], int] | None = None) -> T:
@@ -493,7 +494,7 @@ class Worker:
         if counts(inner(thing)):
             self._steps.schedulers.add(thing, place)
         else:
-            self._checkpoints.follow_extra(inner(thing))
+            self._checkpoints.extras.follow(inner(thing))
         return thing
 
     def _part(self, stream: Iterable[Any]) -> Part:
@@ -869,7 +870,7 @@ class Worker:
 
     def _pass(self) -> None:
         """Go through a stage of the run that is over without training."""
-        if not self._checkpoints.iterations:
+        if not self._checkpoints.resumed.iterations:
             logger.warning(
                 "%s has no checkpoint of stage %d of the run, so its model is not what was trained there",
                 *(self.name, self._membership.identity.stage),

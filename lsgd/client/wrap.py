@@ -100,7 +100,7 @@ class WrappedWorker(Worker):
     def batches(self, loader: Iterable[T]) -> Pass[T]:
         """Return :meth:`Worker.batches`, whose steps replace those of the hooks."""
         self.hooks.close()
-        self._checkpoints.forget_positions()
+        self._checkpoints.data.forget()
         return super().batches(loader)
 
     def at_exit(self) -> None:
@@ -155,8 +155,8 @@ class _Hooks:
         """Drive the worker's steps. Its own hooks on the optimizers run after those before a step, and before these."""
         self.worker, self._steps = worker, worker._steps
         worker.accumulate_while(lambda: self._passes % self._accumulate > 0)
-        worker._checkpoints.restore_between()
-        worker._checkpoints.note_positions()  # checkpoints of the next round count the batches drawn by now
+        worker._checkpoints.data.restore_between()
+        worker._checkpoints.data.note()  # checkpoints of the next round count the batches drawn by now
         self._removable += [o.register_step_post_hook(self._after_step) for o in self._optimizers]
 
     def close(self) -> None:
@@ -273,7 +273,7 @@ class _Hooks:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if (worker := self.worker) is not None and len(self._steps.called) == len(self._optimizers):
             worker.close_step()
-            worker._checkpoints.note_positions()
+            worker._checkpoints.data.note()
             self._passes = 0
             self._steps.proceed()
 

@@ -24,8 +24,9 @@ from torch.utils.data import TensorDataset
 
 from lsgd.algorithms import ALGORITHMS
 from lsgd.algorithms.leader import LeaderSettings
-from lsgd.client.checkpoint.checkpoints import Checkpoints, clear
+from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.checkpoint.file import DamagedError, Packed, digest, pack, read, unpack, write
+from lsgd.client.checkpoint.finite import clear
 from lsgd.client.control.island import Island
 from lsgd.client.data.shards import ShardLoader, shard_loader
 from lsgd.errors import ConfigError
@@ -454,7 +455,7 @@ def test_a_scheduler_that_is_attended_to_brings_its_rates_back(tmp_path: Path, m
     resuming.load(WORKER, *describe(model))
     if made != "extra":
         other = other or kind(again)
-        resuming.attend_extra("schedule", other)
+        resuming.extras.attend("schedule", other)
     assert other is not None
     assert again.param_groups[0]["lr"] == rate and other.last_epoch == scheduler.last_epoch
 
@@ -474,7 +475,7 @@ def test_an_average_of_the_model_and_a_scale_come_back(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     resuming = Checkpoints(model, [optimizer], {"average": again}, None, tmp_path, Island())
     resuming.load(WORKER, *describe(model))
-    resuming.attend_extra("scaler", other)
+    resuming.extras.attend("scaler", other)
     assert again.n_averaged == 3 and torch.equal(again.module.weight, average.module.weight)
     assert not torch.equal(again.module.weight, model.weight)
     assert float(other.scale(torch.ones(()))) == 32.0
@@ -554,7 +555,7 @@ def loader_of(length: int, place: tuple[int, int]) -> ShardLoader:
 def test_a_loader_goes_on_where_it_was_if_the_shards_are_the_same(tmp_path: Path, caplog) -> None:
     model = nn.Linear(3, 2)
     checkpoints = started(model, tmp_path)
-    before = checkpoints.attend(loader_of(40, (1, 2)))
+    before = checkpoints.data.attend(loader_of(40, (1, 2)))
     batches = iter(before)
     for _ in range(2):
         next(batches)
@@ -565,8 +566,8 @@ def test_a_loader_goes_on_where_it_was_if_the_shards_are_the_same(tmp_path: Path
     def after(length: int, place: tuple[int, int]) -> ShardLoader:
         again = Checkpoints(model, [], {}, None, tmp_path, Island())
         again.load(WORKER, *describe(model))
-        loader = again.attend(loader_of(length, place))
-        assert again.attend(loader_of(40, (1, 2))).state_dict()["epoch"] == 0  # one more than there was
+        loader = again.data.attend(loader_of(length, place))
+        assert again.data.attend(loader_of(40, (1, 2))).state_dict()["epoch"] == 0  # one more than there was
         return loader
 
     assert next(iter(after(40, (1, 2))))[0].tolist() == third
@@ -581,12 +582,12 @@ def test_loaders_that_are_made_anew_in_each_epoch_find_their_own_places(tmp_path
     """At a checkpoint in the second one, the first epoch's loader for the tests is older than that for the training."""
     model = nn.Linear(3, 2)
     checkpoints = started(model, tmp_path)
-    tests, training = (checkpoints.attend(loader_of(length, (0, 1))) for length in (20, 40))
+    tests, training = (checkpoints.data.attend(loader_of(length, (0, 1))) for length in (20, 40))
     next(iter(training))
     checkpoints.save(checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3))
     again = Checkpoints(model, [], {}, None, tmp_path, Island())
     again.load(WORKER, *describe(model))
-    found = [again.attend(loader_of(length, (0, 1))).state_dict()["consumed"] for length in (40, 20)]
+    found = [again.data.attend(loader_of(length, (0, 1))).state_dict()["consumed"] for length in (40, 20)]
     assert found == [4, 0] and not caplog.messages
     assert tests.state_dict()["consumed"] == 0
 
@@ -601,9 +602,9 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     again = Checkpoints(model, [torch.optim.SGD(model.parameters(), lr=0.1)], {}, None, tmp_path, Island())
     again.load(WORKER, *describe(model))
     draw()
-    again.restore_random()
+    again.data.restore_random()
     assert draw() == expected
-    again.restore_random()
+    again.data.restore_random()
     assert draw() != expected
 
 
@@ -612,31 +613,31 @@ def test_what_a_script_draws_for_a_step_is_drawn_again(drawn: int, tmp_path: Pat
     """A checkpoint comes between two steps, or when numbers were drawn for the next one; both are drawn again."""
     model = nn.Linear(3, 2)
     checkpoints = started(model, tmp_path)
-    checkpoints.note_positions()
+    checkpoints.data.note()
     expected = [torch.rand(()).item() for _ in range(drawn)]
     checkpoints.save(checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3))
     expected += [torch.rand(()).item() for _ in range(4)]
     again = Checkpoints(model, [], {}, None, tmp_path, Island())
     again.load(WORKER, *describe(model))
-    again.restore_between()
+    again.data.restore_between()
     found = [torch.rand(()).item() for _ in range(2)]
-    again.restore_random()
+    again.data.restore_random()
     assert [*found, *(torch.rand(()).item() for _ in range(2 + drawn))] == expected
 
 
 def test_what_is_drawn_beside_a_loader_stays_as_it_is(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     checkpoints = started(model, tmp_path)
-    checkpoints.note_positions()
-    loader = checkpoints.attend(loader_of(40, (0, 1)))
+    checkpoints.data.note()
+    loader = checkpoints.data.attend(loader_of(40, (0, 1)))
     checkpoints.save(checkpoints.take(5, LeaderSettings().create(FlatParameters(model).buffers), [], 3))
     expected = torch.rand(()).item()
     again = Checkpoints(model, [], {}, None, tmp_path, Island())
     again.load(WORKER, *describe(model))
     before = torch.get_rng_state()
-    again.restore_between()
+    again.data.restore_between()
     assert torch.equal(torch.get_rng_state(), before)
-    again.restore_random()
+    again.data.restore_random()
     assert torch.rand(()).item() == expected
     assert loader.state_dict()["consumed"] == 0
 

@@ -458,7 +458,7 @@ def slow(monkeypatch):
     for module in (chunks, handover, following):
         monkeypatch.setattr(module, "CHUNK_NBYTES", 16)
     monkeypatch.setattr(handover.Handover, "_meet", lambda self, seconds: met(self, seconds) and 1.0)
-    monkeypatch.setattr(following.Following, "_chunks_in", lambda self, seconds: 2)
+    monkeypatch.setattr(following.Pace, "chunks_in", lambda self, seconds, takers: 2)
 
 
 met = handover.Handover._meet
@@ -603,7 +603,7 @@ def test_another_algorithm_begins_when_what_is_under_way_has_come(switchboard, s
     send = source._post.exchange
 
     def stalling(leaving, coming):
-        until(lambda: source._stop_at < math.inf, "a round is due")
+        until(lambda: source._stretch.stop_at < math.inf, "a round is due")
         return send(leaving, coming)
 
     source._post.exchange = stalling
@@ -682,13 +682,13 @@ def test_a_round_that_is_due_waits_for_half_the_pause_and_what_is_under_way(swit
     clock, each = Clock(), [rounds.download._following for rounds in members.rounds]
     assert all(one._background.succeeded() for one in each)
     monkeypatch.setattr(following, "time", clock)
-    monkeypatch.setattr(following.Following, "_chunks_in", lambda self, seconds: 6)
+    monkeypatch.setattr(following.Pace, "chunks_in", lambda self, seconds, takers: 6)
     source, carried = each[1], list[float]()
     send = source._post.exchange
 
     def stalling(leaving, coming):
         if len(carried) < 2:
-            until(lambda: source._stop_at < math.inf, "a round is due")
+            until(lambda: source._stretch.stop_at < math.inf, "a round is due")
             clock.now += 0.7  # of the second that the round waits
         carried.append(clock.now)
         return send(leaving, coming)
@@ -768,16 +768,16 @@ def test_newcomers_take_over_what_counts_with_the_run(switchboard, settings) -> 
         with torch.no_grad():
             next(each.parameters()).fill_(5.0)
     for rank, checkpoints in enumerate(members.checkpoints):
-        checkpoints.follow_extra(averages[rank])
-        checkpoints.attend_extra("own average", own_averages[rank])
+        checkpoints.extras.follow(averages[rank])
+        checkpoints.extras.attend("own average", own_averages[rank])
         scalers[rank].scale(torch.ones(()))
-        checkpoints.attend_extra("scaler", scalers[rank])
-        checkpoints.attend_extra("cosine", cosines[rank])
-        checkpoints.attend_extra("own", own[rank])
+        checkpoints.extras.attend("scaler", scalers[rank])
+        checkpoints.extras.attend("cosine", cosines[rank])
+        checkpoints.extras.attend("own", own[rank])
         if rank == 0:
-            checkpoints.follow_extra(plateaus[rank])
+            checkpoints.extras.follow(plateaus[rank])
     scalers[0].update(new_scale=32.0)
-    members.checkpoints[0].rates.step(members.optimizers[0])
+    members.checkpoints[0].extras.rates.step(members.optimizers[0])
     for step in (*cosines[:1] * 3, plateaus[0]):
         members.optimizers[0].step()
         step.step(*[1.0] * (step is plateaus[0]))
@@ -791,8 +791,8 @@ def test_newcomers_take_over_what_counts_with_the_run(switchboard, settings) -> 
     assert averages[1].n_averaged == 1 and equal(averages[0], averages[1])
     own_averages[1].update_parameters(members.models[1])
     assert equal(own_averages[1].module, members.models[1]), "it begins anew, with the model of the run"
-    assert members.checkpoints[1].rates.state_dict() == members.checkpoints[0].rates.state_dict()
-    members.checkpoints[1].follow_extra(plateaus[1])  # made later
+    assert members.checkpoints[1].extras.rates.state_dict() == members.checkpoints[0].extras.rates.state_dict()
+    members.checkpoints[1].extras.follow(plateaus[1])  # made later
     assert plateaus[1].best == 1.0 and members.optimizers[1].param_groups[0]["lr"] == fallen < 0.01
 
 
@@ -817,8 +817,8 @@ def test_a_state_that_nobody_can_send_stays_with_its_worker(switchboard, caplog)
     members = Members(switchboard, 2)
     counters = [Counter(seen={1, 2}), Counter(seen=3)]
     for counter, checkpoints in zip(counters, members.checkpoints, strict=True):
-        checkpoints.follow_extra(counter)
-        checkpoints.follow_extra(counter)  # once more
+        checkpoints.extras.follow(counter)
+        checkpoints.extras.follow(counter)  # once more
     assert members.run(members.round(new=(1,))) == [None] * 2
     assert counters[1].seen == 3 and golden.text("exchange.not_taken_over") in caplog.text
 

@@ -213,11 +213,11 @@ def run(tmp_path: Path) -> Run:
 def rest_after(run: Run, data: Any, batches: int, again: Any) -> tuple[list[int], list[int]]:
     """Return what a loader yields after some batches, and what another one does that resumes there."""
     joined = run.joins()
-    source = iter(joined.attend(data))
+    source = iter(joined.data.attend(data))
     for _ in range(batches):
         next(source)
     run.saves(joined)
-    return values(source), values(run.joins().attend(again))
+    return values(source), values(run.joins().data.attend(again))
 
 
 @pytest.mark.parametrize(("make", "workers"), [(Own, 0), (Plain, 0), (Counted, 0), (Own, 2), (Plain, 2)])
@@ -259,29 +259,29 @@ def test_with_processes_a_loader_skips_as_much_as_all_had_read(run, caplog) -> N
 
 def test_the_position_of_other_data_is_not_taken(run, caplog) -> None:
     joined = run.joins()
-    mine = joined.attend(part(Plain()))
+    mine = joined.data.attend(part(Plain()))
     run.saves(joined)
     del mine
-    assert values(run.joins().attend(loader(Plain()))) == list(range(LENGTH))
+    assert values(run.joins().data.attend(loader(Plain()))) == list(range(LENGTH))
     assert golden.text("checkpoints.other_data") in caplog.text
 
 
 def test_an_object_attended_after_the_join_comes_back(run, caplog) -> None:
     joined, stream = run.joins(), Counted()
-    joined.attend_extra("data", stream)
+    joined.extras.attend("data", stream)
     stream.at = 9
     run.saves(joined)
     run.saves(run.joins())  # a checkpoint before the object is there again loses nothing
     caplog.clear()
     again, other = run.joins(), Counted()
-    again.attend_extra("data", other)
+    again.extras.attend("data", other)
     assert other.at == 9 and not caplog.messages
-    again.attend_extra("more", Counted())
+    again.extras.attend("more", Counted())
     assert golden.text("data.extra_stays") in caplog.text
     with pytest.raises(ConfigError, match=golden.pattern("data.taken_name")):
-        again.attend_extra("data", stream)
+        again.extras.attend("data", stream)
     with pytest.raises(ConfigError, match=golden.pattern("checkpoints.extra_without_state_dict")):
-        again.attend_extra("x", 1)  # type: ignore[arg-type]
+        again.extras.attend("x", 1)  # type: ignore[arg-type]
 
 
 # -- real libraries ---------------------------------------------------------------------------------------------
@@ -356,12 +356,12 @@ def test_torchdatas_loader_goes_on_without_reading_again(run, workers: int) -> N
         return stateful(part(Tokens(), 0, 2), batch_size=2, num_workers=workers)
 
     joined, data = run.joins(), made()
-    joined.attend_extra("data", data)
+    joined.extras.attend("data", data)
     source = iter(data)
     first = [next(source) for _ in range(3)]
     run.saves(joined)
     again = made()
-    run.joins().attend_extra("data", again)
+    run.joins().extras.attend("data", again)
     assert values(again) == values(source)
     assert len(first) == 3
 
@@ -405,12 +405,12 @@ def test_datasets_are_dealt_by_files_or_rows(rows, size: int, workers: int) -> N
 def test_datasets_go_on_where_they_were_and_shuffle_each_pass(rows, run) -> None:
     shuffled = rows.shuffle(seed=1, buffer_size=1)
     data, joined = loader(shuffled, 1, 2), run.joins()
-    first = xs(joined.attend(data))
+    first = xs(joined.data.attend(data))
     source = iter(data)
     begun = xs([next(source), next(source)])
     run.saves(joined)
     rest = xs(source)
-    assert xs(run.joins().attend(loader(shuffled, 1, 2))) == rest
+    assert xs(run.joins().data.attend(loader(shuffled, 1, 2))) == rest
     assert first != begun + rest and data.part.epoch == 2
 
 
@@ -451,13 +451,13 @@ def test_mosaics_stream_in_islands_is_dealt_by_itself_among_their_processes(samp
 
 def test_mosaics_stream_goes_on_where_it_was_and_shuffles_each_pass(samples, run) -> None:
     data, joined = loader(samples(), 1, 2), run.joins()
-    first = xs(joined.attend(data))
+    first = xs(joined.data.attend(data))
     source = iter(data)
     begun = xs([next(source), next(source)])
     run.saves(joined)
     rest = xs(source)
     again = loader(samples(), 1, 2)
-    resumed = run.joins().attend(again)
+    resumed = run.joins().data.attend(again)
     assert xs(resumed) == rest and len(begun + rest) == 12 and first != begun + rest
     assert xs(data) == xs(again) != first
 

@@ -104,7 +104,7 @@ def test_an_optimizer_of_torch(cluster, tmp_path: Path, name: str) -> None:
     assert not any(map(torch.equal, model.parameters(), begun.parameters())), "it has trained"
     again, restored = made(name)
     saved = Checkpoints(again, [restored], {}, None, tmp_path, Island())
-    assert saved.load("node0/worker0", *describe(again)).iterations == 2 * STEPS and saved.iterations == STEPS
+    assert saved.load("node0/worker0", *describe(again)).iterations == 2 * STEPS and saved.resumed.iterations == STEPS
     assert all(map(torch.equal, model.parameters(), again.parameters()))
     kept = tensors_of(restored)
     assert kept and all(map(equal, tensors_of(optimizer), kept))

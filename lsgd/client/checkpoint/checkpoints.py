@@ -1,29 +1,23 @@
 """A worker's checkpoints: saved when a round says so, and loaded when a run is resumed."""
 
-import copy
 import logging
-import random
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree
 
 from lsgd.algorithms import Algorithm
-from lsgd.algorithms.base import all_finite
+from lsgd.client.checkpoint.data_position import DataPosition
+from lsgd.client.checkpoint.extras import Extras, Stateful, state_of
 from lsgd.client.checkpoint.file import (
     DamagedError,
     Packed,
-    Unsaved,
     from_bytes,
     pack,
     read,
@@ -32,67 +26,21 @@ from lsgd.client.checkpoint.file import (
     unpack,
     write,
 )
+from lsgd.client.checkpoint.finite import FiniteCheck, in_words
 from lsgd.client.checkpoint.reshard import Resharding, layout_of
 from lsgd.client.control.island import Island
 from lsgd.errors import ConfigError, NonFiniteError
-from lsgd.flat import Layout, describe, named_floating_buffers, written, written_buffers
+from lsgd.flat import Layout, describe, written
 from lsgd.plan.plan import algorithm_of, table_of
 from lsgd.protocol.messages import Origin
 from lsgd.run_folder import checkpoint_path, counts, island_sizes, process_name, runs, stage_of
-from lsgd.schedulers import Rates, bring, count_of, hold, inner
-from lsgd.schedulers import counts as counts_steps
 from lsgd.settings import AlgorithmSettings
 from lsgd.shards import load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
 
-NAMED = 3
-"""How many tensors a message names."""
-
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-
-COUNT = "lsgd_steps"
-"""The only entry in what newcomers take over of a scheduler."""
-
-RATES = "lsgd_rates"
-"""Name of the run's learning rates among the objects to save."""
-
 WHOLE = "whole_model"
 """Key in a file's metadata: digest of the whole model, regardless of sharding."""
-
-
-class Stateful(Protocol):
-    """What can be saved: a GradScaler, a learning-rate scheduler, or any object with these two methods."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state: dicts, lists, tuples, tensors, texts, numbers."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Restore what :meth:`state_dict` returned."""
-        ...
-
-
-class Positioned(Protocol):
-    """What has a position in the data, like the loaders that ``Worker.loader`` makes."""
-
-    def position(self) -> dict[str, Any]:
-        """Return what a checkpoint holds; ``place`` is the rank and the world size of the shard."""
-        ...
-
-    def fits(self, saved: dict[str, Any]) -> bool:
-        """Return whether a saved position is one in this data."""
-        ...
-
-    def take_position(self, saved: dict[str, Any]) -> None:
-        """Continue there."""
-        ...
-
-
-P = TypeVar("P", bound=Positioned)
-
-Noted: TypeAlias = "tuple[weakref.ref[Positioned], dict[str, Any]]"
-"""A loader and a position of it."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +49,21 @@ class Snapshot:
 
     count: int
     packed: Packed
+
+
+@dataclass(eq=False)
+class Resumed:
+    """What a worker has of the checkpoint that it resumes from, beside what it restores; nothing without one.
+
+    Attributes:
+        iterations: this worker's, as of then.
+        losses: of its last batches then.
+        algorithm: settings and state of the run's algorithm then, for the first round; None: they cannot be used.
+    """
+
+    iterations: int = 0
+    losses: Sequence[float] = ()
+    algorithm: tuple[AlgorithmSettings, dict[str, Any]] | None = None
 
 
 class Own(NamedTuple):
@@ -123,12 +86,11 @@ class Checkpoints:
             writes for all.
 
     Attributes:
-        iterations: this worker's iterations at the checkpoint it resumed from.
-        losses: losses of its last batches then.
-        algorithm: settings and state of the algorithm then; None without a checkpoint.
+        extras: the script's objects that it saves.
+        data: where this worker is in its data.
+        resumed: what this worker has of the checkpoint that it resumes from.
         restarted: whether this worker replaces a process that died in the same run.
         finite: finds tensors of the model that training has made non-finite.
-        rates: the run's learning rates, to compare with.
     """
 
     def __init__(
@@ -141,31 +103,17 @@ class Checkpoints:
         island: Island,
         stage: int = 1,
     ) -> None:
-        for name, thing in extra.items():
-            _check_stateful(name, thing)
-        self.rates = Rates(optimizers)
+        self.extras, self.data = Extras(optimizers, extra), DataPosition(model, saves=folder is not None)
         self.run = ""
-        self.iterations = 0
-        self.losses: list[float] = []
-        self.algorithm: tuple[AlgorithmSettings, dict[str, Any]] | None = None
+        self.resumed = Resumed()
         self.restarted = False
         self.folder = folder
         self.finite = FiniteCheck(model)
         self._model, self.layout = model, Layout(model)
         self._optimizers = optimizers
-        self._extra: dict[str, Stateful] = {RATES: self.rates, **extra}
-        self._of_run = {RATES}  # names of those that newcomers take over
-        self._saved_extra: dict[str, Any] = {}  # of a checkpoint or of the source, whatever has joined
         self._resume, self._stage = resume, stage
         self._island = island
         self._about: dict[str, str] = {}
-        self._random: dict[str, Any] = {}
-        self._between: dict[str, Any] | None = None  # the same, before anything was drawn for the step; {}: no other
-        self._positions: list[dict[str, Any]] = []  # of loaders that do not exist yet
-        self._misfit = False  # whether a loader was told that none of them is its own
-        self._loaders: list[weakref.ref[Positioned]] = []
-        self._noted: list[Noted] | None = None
-        self._path: Path | None = None  # of the checkpoint that was restored
         self._is_finite = True  # as of the last snapshot
 
     # -- resuming ----------------------------------------------------------------------------------------------
@@ -208,7 +156,7 @@ class Checkpoints:
             self._restore(state, path)
             logger.info(
                 "%s resumes from %s: %d iterations, %d of them its own",
-                *(worker, path, origin.iterations, self.iterations),
+                *(worker, path, origin.iterations, self.resumed.iterations),
             )
             return origin
         if found or not saved:
@@ -237,14 +185,10 @@ class Checkpoints:
                 if tensor.shape != (saved := state["model"][name]).shape:  # a buffer that training has made longer
                     tensor.data = torch.empty_like(saved, device=tensor.device)
                 tensor.copy_(saved)
-        state, self._path = state | self._own_of(state), path
-        self._saved_extra = state["extra"]
-        for name, thing in self._extra.items():
-            self._restore_extra(name, thing)
-        self._restore_algorithm(state["algorithm"], path)
-        self.iterations, self.losses = state["iterations"], state["losses"]
-        self._random, self._positions = state["random"], state["loaders"]
-        self._between = state.get("between")
+        state |= self._own_of(state)
+        self.extras.restore(state["extra"], path)
+        self.data.restore(state)
+        self.resumed = Resumed(state["iterations"], state["losses"], _algorithm_in(state["algorithm"], path))
 
     def _own_of(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return what a checkpoint of replicas has of this process; if it has nothing, what starts over."""
@@ -254,117 +198,6 @@ class Checkpoints:
         if len(others) == self._island.size - 1:
             return dict(others[rank - 1])
         return {"loaders": [position | {"place": []} for position in state["loaders"]], "random": {}, "between": None}
-
-    def _restore_algorithm(self, saved: dict[str, Any], path: Path) -> None:
-        """Keep the algorithm's state for a run with the same one; another run needs neither it nor its package."""
-        try:
-            self.algorithm = algorithm_of(saved["settings"], f"the checkpoint {path}"), saved["state"]
-        except ConfigError as error:
-            logger.warning("%s; its algorithm's state is not used", error)
-
-    def restore_random(self) -> None:
-        """Restore the checkpoint's random state. Called when the first batch is drawn, as at saving."""
-        if self._random:
-            _set_random_state(self._random, next(self._model.parameters()).device)
-            self._random = {}
-
-    def restore_between(self) -> None:
-        """Restore the random state between two steps, for a script that draws its data itself: it draws it again."""
-        if self._between:
-            _set_random_state(self._between, next(self._model.parameters()).device)
-        elif self._between is not None:
-            self.restore_random()
-
-    def attend_extra(self, name: str, thing: Stateful, *, of_run: bool = False) -> None:
-        """Save this object from now on, as those of the join; restore it, if there is a state of it.
-
-        What is ``of_run``, newcomers take over from a member, as they do schedulers and GradScalers.
-        """
-        _check_stateful(name, thing)
-        if (taken := self._extra.get(name)) is not None:
-            raise ConfigError(f"there is an extra {name!r}, a {type(taken).__name__}; choose another name")
-        self._extra[name] = thing
-        if of_run:
-            self._of_run.add(name)
-        if self._path is not None or name in self._saved_extra:
-            self._restore_extra(name, thing)
-
-    def follow_extra(self, thing: Stateful) -> None:
-        """Attend to an object of the run under a name of its own: its class, and how many there are before it."""
-        kind = type(thing).__name__
-        _check_stateful(kind, thing)
-        if all(each is not thing for each in self._extra.values()):
-            taken = sum(name.startswith(f"{kind} ") for name in self._of_run)
-            self.attend_extra(f"{kind} {taken}", thing, of_run=True)
-
-    def _restore_extra(self, name: str, thing: Stateful) -> None:
-        if name in self._saved_extra:
-            _load(thing, self._saved_extra.pop(name))
-        elif name != RATES:
-            logger.warning("the checkpoint %s has no extra %r: it stays as it is", self._path, name)
-
-    def shared(self) -> Packed:
-        """Return what newcomers take over from this member, packed; a state that cannot be is left out.
-
-        Of a scheduler it is how many steps it has made: its rates are each worker's own.
-        """
-        states: dict[str, Any] = {}
-        for name, thing in self._extra.items():
-            if counts_steps(scheduler := inner(thing)):
-                states[name] = {COUNT: count_of(scheduler)}
-            elif name in self._of_run or isinstance(thing, torch.amp.GradScaler):
-                try:
-                    states[name] = unpack(pack(thing.state_dict()))
-                except TypeError as error:
-                    logger.warning("newcomers do not take over %r: %s", name, error)
-        return pack(states)
-
-    def take_shared(self, packed: Packed) -> None:
-        """Take over what :meth:`shared` has returned on another member."""
-        for name, state in unpack(packed).items():
-            if name not in self._extra:
-                self._saved_extra[name] = state
-            elif state:  # a GradScaler that is not enabled has none
-                _load(self._extra[name], state)
-
-    def schedulers(self) -> list[LRScheduler]:
-        """Return the learning-rate schedulers among the objects to save."""
-        return [each for thing in self._extra.values() if isinstance(each := inner(thing), LRScheduler)]
-
-    def attend(self, loader: P) -> P:
-        """Save this loader's position from now on; continue at the first position in the checkpoint that fits.
-
-        A script may make its loaders anew in each epoch, so that at a checkpoint the last to be made comes first.
-        """
-        if any(each() is loader for each in self._loaders):
-            return loader
-        self._loaders.append(weakref.ref(loader))
-        if self._positions:
-            fitting = [index for index, saved in enumerate(self._positions) if loader.fits(saved)]
-            if fitting:
-                loader.take_position(self._positions.pop(fitting[0]))
-            elif not self._misfit:
-                logger.warning("a loader is for other data than that of the checkpoint: it begins at the first epoch")
-            self._misfit |= not fitting
-        if self._noted is not None:
-            self._noted.append((self._loaders[-1], loader.position()))
-        return loader
-
-    def note_positions(self) -> None:
-        """Save the loaders' present positions until the next call: what is drawn meanwhile is not trained on yet.
-
-        Without a loader, it is the random state: the script draws its data itself.
-        """
-        if self.folder is not None:
-            self._noted = copy.deepcopy(self._positions_now())  # a stream may go on with the state that it returned
-            self._between = None if self._loaders else _random_state(next(self._model.parameters()).device)
-
-    def forget_positions(self) -> None:
-        """Save the positions that loaders have when a checkpoint is taken, as before :meth:`note_positions`."""
-        self._noted = self._between = None
-
-    def _positions_now(self) -> list[Noted]:
-        return [(each, loader.position()) for each in self._loaders if (loader := each()) is not None]
 
     # -- saving ------------------------------------------------------------------------------------------------
 
@@ -399,23 +232,17 @@ class Checkpoints:
         """
         if self.folder is None:
             return None
-        noted = self._positions_now() if self._noted is None else self._noted
-        own = {
-            "loaders": [position for loader, position in noted if loader() is not None],
-            **self._random_states(),
-            "losses": list(losses),
-            "extra": self._saved_extra | {name: _state_of(thing) for name, thing in self._extra.items()},
-        }
+        own = {**self.data.state(), "losses": list(losses), "extra": self.extras.states()}
         broken, others = self._look(own)
         if not self._check_finite(count, broken):
             return None
         state = {
             **own,
             "model": dict(self._tensors()),
-            "optimizers": local_state([_state_of(optimizer) for optimizer in self._optimizers]),
+            "optimizers": local_state([state_of(optimizer) for optimizer in self._optimizers]),
             "optimizer_kinds": [type(optimizer).__name__ for optimizer in self._optimizers],
             "algorithm": {"settings": table_of(algorithm.settings), "state": algorithm.state_dict()},
-            "iterations": self.iterations + done,
+            "iterations": self.resumed.iterations + done,
             "layout": layout_of(self.layout),
         }
         try:
@@ -433,13 +260,6 @@ class Checkpoints:
                 error,
             )
             return None
-
-    def _random_states(self) -> dict[str, Any]:
-        now = _random_state(next(self._model.parameters()).device)
-        if self._between is None or self._loaders:
-            return {"random": now}
-        same = all(_is_same(value, now[name]) for name, value in self._between.items())
-        return {"random": now, "between": {} if same else self._between}
 
     @property
     def writes(self) -> bool:
@@ -498,29 +318,13 @@ class Checkpoints:
             yield from ((f"{name}/{i}" if i else name, part) for i, part in enumerate(written(local(x))))
 
 
-def _load(thing: Stateful, state: dict[str, Any]) -> None:
-    """Restore an object, and of a scheduler also the rates that it has set."""
-    scheduler = inner(thing)
-    if COUNT in state and counts_steps(scheduler):
-        if count_of(scheduler) < state[COUNT]:
-            bring(scheduler, state[COUNT])
-        return
-    thing.load_state_dict(state)
-    if isinstance(scheduler, LRScheduler):
-        hold(scheduler)
-
-
-def _check_stateful(name: str, thing: object) -> None:
-    if not hasattr(thing, "state_dict") or not hasattr(thing, "load_state_dict"):
-        raise ConfigError(f"extra[{name!r}] is a {type(thing).__name__}, without state_dict()")
-
-
-def _state_of(thing: Any) -> Any:
-    """Return the state of the script's own object; if it has none now, what :func:`pack` refuses, with the reason."""
+def _algorithm_in(saved: dict[str, Any], path: Path) -> tuple[AlgorithmSettings, dict[str, Any]] | None:
+    """Return the algorithm's settings and state, for a run with the same one; None for want of its package."""
     try:
-        return thing.state_dict()
-    except Exception as error:  # it may raise anything, and a checkpoint never ends a training
-        return Unsaved(f"{type(thing).__name__}, whose state_dict() has failed ({type(error).__name__}: {error})")
+        return algorithm_of(saved["settings"], f"the checkpoint {path}"), saved["state"]
+    except ConfigError as error:
+        logger.warning("%s; its algorithm's state is not used", error)
+        return None
 
 
 def _origins(folder: Path, process: str) -> list[Origin]:
@@ -550,107 +354,3 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, kind: str, saved: dict[str
             f"the checkpoint {path} does not fit the optimizer {here}: {why}; join with the optimizer that it was "
             f"written with, or begin a new run"
         ) from None
-
-
-def _random_state(device: torch.device) -> dict[str, Any]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    state = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (name, np.asarray(keys).tolist(), *rest),
-    }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def _is_same(one: object, other: object) -> bool:
-    return torch.equal(one, other) if isinstance(one, Tensor) and isinstance(other, Tensor) else one == other
-
-
-def _set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
-class FiniteCheck:
-    """Finds the tensors of a model that training has made non-finite.
-
-    It checks the trainable parameters, and the floating-point buffers that are finite at construction. A buffer that
-    is not (a mask with minus infinity, for example) is meant to be non-finite.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._left_out = {name for name, b in named_floating_buffers(model) if not all_finite([_comparable(b)])}
-        self._shapes = self._shapes_now()
-
-    def _shapes_now(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(b.shape) for name, b in named_floating_buffers(self._model)}
-
-    def reshaped(self) -> str:
-        """Say which buffers have another shape than at construction, when all workers' were equal; empty: none has."""
-        now = self._shapes_now()
-        found = [name for name in self._shapes | now if self._shapes.get(name) != now.get(name)]
-        return ", ".join(f"{name} (was {self._shapes.get(name)}, is {now.get(name)})" for name in found)
-
-    def buffers(self) -> list[Tensor]:
-        """Return the buffers to average, shared ones once."""
-        return [b for name, b in named_floating_buffers(self._model) if name not in self._left_out]
-
-    def counters(self) -> list[Tensor]:
-        """Return the integer buffers, which count or index, shared ones once."""
-        return [b for b in written_buffers(self._model) if b.dtype in INTEGERS]
-
-    @torch.no_grad()
-    def broken(self) -> dict[str, int]:
-        """Return the number of non-finite values by tensor, in this process's part of those that have some."""
-        parameters = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-        named: list[tuple[str, Tensor]] = [(name, local(p)) for name, p in parameters]
-        named += [(name, b) for name, b in named_floating_buffers(self._model) if name not in self._left_out]
-        if all_finite([_comparable(x) for _, x in named]):
-            return {}
-        wrong = ((name, int((~_comparable(x).isfinite()).sum())) for name, x in named)
-        return {name: number for name, number in wrong if number}
-
-
-@torch.no_grad()
-def clear(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Set non-finite values in the optimizers' states to zero: they would break the model again."""
-    for optimizer in optimizers:
-        for value in tensors_in(optimizer):
-            if value.is_floating_point() and not all_finite([value]):
-                value.nan_to_num_(0.0, 0.0, 0.0)
-
-
-def tensors_in(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the tensors of an optimizer's state, also those in lists, in other tensors, and those of no parameter."""
-    leaves = _pytree.tree_leaves(list(optimizer.state.values()))
-    return [part for x in leaves if isinstance(x, Tensor) for part in _parts(local(x))]
-
-
-def _parts(x: Tensor) -> Iterator[Tensor]:
-    """Yield a plain tensor, or those that a subclass wraps."""
-    if not hasattr(x, "__tensor_flatten__"):
-        yield x
-        return
-    for name in x.__tensor_flatten__()[0]:
-        yield from _parts(getattr(x, name))
-
-
-def in_words(broken: Mapping[str, int]) -> str:
-    """Describe which tensors have how many non-finite values; empty if none has."""
-    if not broken:
-        return ""
-    names = list(broken)
-    more = f" and {len(names) - NAMED} more tensors" if len(names) > NAMED else ""
-    values = sum(broken.values())
-    return f"{values} value{'s' * (values > 1)} (NaN or infinite) in {', '.join(names[:NAMED])}{more}"
-
-
-def _comparable(x: Tensor) -> Tensor:
-    """Return a tensor whose minimum torch can compute: it cannot for 8-bit floats."""
-    return x.float() if x.element_size() == 1 else x

@@ -113,7 +113,7 @@ class Download:
         self._following = Following(handover, own, left, pause_s) if left else None
         self._late = frozenset(order.new) if follows else frozenset()  # of an island, others may still lack parts
         if taking:
-            replica.take_shared(beside)
+            replica.extras.take_shared(beside)
             if left:
                 self.has = Has.PARTS
             else:
@@ -170,7 +170,7 @@ class Download:
         if not order.new:
             return Packed({}, "{}")
         sent = []
-        for data in to_bytes(self._replica.shared()):
+        for data in to_bytes(self._replica.extras.shared()):
             row = torch.frombuffer(bytearray(data if isinstance(data, bytes) else data.encode()), dtype=torch.uint8)
             sent.append(_as_long_as(order.source, row, group))
             group.broadcast(sent[-1], order.source)

@@ -16,6 +16,7 @@ import math
 import struct
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -38,6 +39,45 @@ GO, STOP = b"\1", b"\0"
 _TIMES = struct.Struct("<ddq")  # seconds since the last round's end, those that chunks took to arrive, and how many
 
 
+@dataclass(eq=False)
+class Stretch:
+    """The chunks that travel to each newcomer between two rounds.
+
+    Attributes:
+        began_at: when the round before it had ended.
+        stop_at: when the source ends it; unlimited until a round is due.
+        came: how many have come to each newcomer that lacks so many.
+        heard: how many of them newcomers have said to have.
+        seconds: that they took.
+    """
+
+    began_at: float
+    stop_at: float = math.inf
+    came: int = 0
+    heard: int = 0
+    seconds: float = 0.0
+
+
+class Pace:
+    """How fast chunks travel to newcomers, and so how many are to come before the next round."""
+
+    def __init__(self, nbytes_per_s: float, begin_s: float, takers: int) -> None:
+        self.nbytes_per_s = nbytes_per_s
+        self.expected_nbytes_per_s = nbytes_per_s  # with the rounds, beside the training
+        self.count = self.chunks_in(begin_s, takers)  # for each newcomer, until the next round
+        self._met_at = time.monotonic()
+
+    def plan(self, seconds: float, takers: int) -> None:
+        """Choose how many chunks are to come in so many seconds until the next round is due; now is one."""
+        now = time.monotonic()
+        self.expected_nbytes_per_s = self.nbytes_per_s * seconds / (now - self._met_at)
+        self.count, self._met_at = min(self.chunks_in(seconds, takers), GROWTH * self.count), now
+
+    def chunks_in(self, seconds: float, takers: int) -> int:
+        """Return how many chunks arrive at each newcomer within a time, at the rate until now; at least one."""
+        return max(1, int(seconds * self.nbytes_per_s / CHUNK_NBYTES / max(1, takers)))
+
+
 class Following:
     """The chunks that newcomers still lack, and their way to them; all members take part in :meth:`meet`.
 
@@ -57,16 +97,13 @@ class Following:
         self._post, self._source, self._own, self._pause_s = handover.post, handover.source, own, pause_s
         self._me = handover.post.group.rank
         self._left = {rank: list(numbers) for rank, numbers in left.items()}
-        self._nbytes_per_s = handover.nbytes_per_s
+        self._pace = Pace(handover.nbytes_per_s, pause_s / 2, len(left))
         self._background = Background()
         self.beside = False
-        self._came_in_s, self._came, self._heard = 0.0, 0, 0  # chunks to each newcomer between two rounds
-        self._stop_at = math.inf
         self._arrived: dict[int, Tensor] = {}
-        self._count = self._chunks_in(pause_s / 2)  # for each newcomer, until the next round
         self._moved_nbytes, self._all_nbytes = 0, sum(own.nbytes(numbers) for numbers in left.values())
-        self._proceeded_at = self._told_at = self._met_at = time.monotonic()
-        self._expected_nbytes_per_s = self._nbytes_per_s  # beside the training
+        self._told_at = time.monotonic()
+        self._stretch = Stretch(self._told_at)
         logger.info("%s", self._words())
 
     def progress(self) -> str:
@@ -75,8 +112,8 @@ class Following:
 
     def proceed(self) -> None:
         """After a round, begin to send what is to arrive before the next one."""
-        self._proceeded_at, self._stop_at, self.beside = time.monotonic(), math.inf, True
-        turns = {rank: numbers[: self._count] for rank, numbers in self._left.items()}
+        self._stretch, self.beside = Stretch(time.monotonic()), True
+        turns = {rank: numbers[: self._pace.count] for rank, numbers in self._left.items()}
         if self._me == self._source or self._me in turns:
             self._background.start(lambda: self._transfer(turns), self._post.group.device)
 
@@ -87,13 +124,14 @@ class Following:
             ExchangeError: it failed.
         """
         began_at = time.monotonic()
-        self._stop_at = began_at + self._pause_s / 2
+        self._stretch.stop_at = began_at + self._pause_s / 2
         self._background.finish()
         self.beside = False
         self._own.change(self._arrived)
         self._arrived = {}
-        own = _TIMES.pack(began_at - self._proceeded_at, self._came_in_s, self._came)
+        own = _TIMES.pack(began_at - self._stretch.began_at, self._stretch.seconds, self._stretch.came)
         said = [_TIMES.unpack(each) for each in self._post.gather(own)]
+        self._stretch = Stretch(self._stretch.began_at)  # nothing more has come, if another round is due at once
         gap_s, _, came = said[self._source]
         self._note(came, max(said[rank][1] for rank in self._left))
         self._plan(gap_s)
@@ -102,45 +140,39 @@ class Following:
     def _note(self, came: int, seconds: float) -> None:
         """Note that so many chunks have come to each newcomer."""
         nbytes = sum(self._own.nbytes(numbers[:came]) for numbers in self._left.values())
-        self._left, self._came = {rank: numbers[came:] for rank, numbers in self._left.items()}, 0
+        self._left = {rank: numbers[came:] for rank, numbers in self._left.items()}
         self._moved_nbytes = self._all_nbytes - sum(self._own.nbytes(numbers) for numbers in self._left.values())
         if nbytes:
-            self._nbytes_per_s = nbytes / max(1e-6, seconds)
+            self._pace.nbytes_per_s = nbytes / max(1e-6, seconds)
 
     def _plan(self, gap_s: float) -> None:
-        """Choose how many chunks are to come before the next round, if it is due as long after this one as this was."""
-        now, seconds = time.monotonic(), max(gap_s, self._pause_s / 2)
-        self._expected_nbytes_per_s = self._nbytes_per_s * seconds / (now - self._met_at)
-        self._count, self._met_at = min(self._chunks_in(seconds), GROWTH * self._count), now
-        if now - self._told_at > TELL_EVERY_S:
+        """Plan the next stretch, for a round that is due as long after this one as this was; say how far it is."""
+        self._pace.plan(max(gap_s, self._pause_s / 2), len(self._left))
+        if (now := time.monotonic()) - self._told_at > TELL_EVERY_S:
             self._told_at = now
             logger.info("the model for newcomers, beside the training: %s", self._progress())
 
-    def _chunks_in(self, seconds: float) -> int:
-        """Return how many chunks arrive at each newcomer within a time, at the rate until now; at least one."""
-        return max(1, int(seconds * self._nbytes_per_s / CHUNK_NBYTES / max(1, len(self._left))))
-
     def _transfer(self, turns: Mapping[int, Sequence[int]]) -> None:
         """Send, or receive, one chunk after the other for each newcomer."""
-        began_at, count, self._heard = time.monotonic(), max(map(len, turns.values())), 0
-        while self._came < count and self._goes_on(turns):
-            now = {rank: numbers[self._came] for rank, numbers in turns.items() if self._came < len(numbers)}
+        began_at, count, stretch = time.monotonic(), max(map(len, turns.values())), self._stretch
+        while stretch.came < count and self._goes_on(turns):
+            now = {rank: numbers[stretch.came] for rank, numbers in turns.items() if stretch.came < len(numbers)}
             if self._me == self._source:
                 chunks = {rank: self._own.chunks[number] for rank, number in now.items()}
                 self._post.exchange({rank: [(c.data, c.dtype.itemsize)] for rank, c in chunks.items()}, {})
             else:
                 self._receive(now)
-            self._came, self._moved_nbytes = self._came + 1, self._moved_nbytes + self._own.nbytes(now.values())
+            stretch.came, self._moved_nbytes = stretch.came + 1, self._moved_nbytes + self._own.nbytes(now.values())
         if self._me == self._source:
             self._hear(turns, 0)
-        self._came_in_s = time.monotonic() - began_at
+        stretch.seconds = time.monotonic() - began_at
 
     def _goes_on(self, turns: Mapping[int, Sequence[int]]) -> bool:
         """Return whether another chunk travels before the next round; the source decides."""
         if self._me != self._source:
             return self._post.hear([self._source]) == GO
         self._hear(turns, AHEAD - 1)
-        own = self._post.tensor(GO if self._came == 0 or time.monotonic() < self._stop_at else STOP)
+        own = self._post.tensor(GO if not self._stretch.came or time.monotonic() < self._stretch.stop_at else STOP)
         self._post.group.take_heads([own], "the source's word")  # of replicas, the head decides: clocks differ
         word = own.cpu().numpy().tobytes()
         self._post.tell(turns, word)
@@ -148,9 +180,9 @@ class Following:
 
     def _hear(self, turns: Mapping[int, Sequence[int]], under_way: int) -> None:
         """Wait until no more than so many chunks are under way."""
-        while self._came - self._heard > under_way:
+        while self._stretch.came - self._stretch.heard > under_way:
             self._post.hear(turns)
-            self._heard += 1
+            self._stretch.heard += 1
 
     def _receive(self, now: Mapping[int, int]) -> None:
         """Receive this member's chunk, if it still lacks any, and say so."""
@@ -161,7 +193,7 @@ class Following:
 
     def _words(self) -> str:
         """Return who takes how much, and how long that takes at least."""
-        names, left_s = self._post.names, self._all_nbytes / self._nbytes_per_s
+        names, left_s = self._post.names, self._all_nbytes / self._pace.nbytes_per_s
         takers = [names[rank] for rank in self._left]
         return (
             f"{', '.join(takers)} take{'s' if len(takers) == 1 else ''} {self._all_nbytes / 1e6:.1f} MB of the model "
@@ -170,5 +202,5 @@ class Following:
 
     def _progress(self) -> StreamProgress:
         peer, moved_nbytes = self._source if self._me != self._source else next(iter(self._left)), self._moved_nbytes
-        seconds = max(moved_nbytes, 1) / self._expected_nbytes_per_s
+        seconds = max(moved_nbytes, 1) / self._pace.expected_nbytes_per_s
         return StreamProgress(self._post.names[peer], seconds, moved_nbytes, self._all_nbytes - moved_nbytes)

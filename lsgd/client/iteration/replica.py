@@ -16,7 +16,8 @@ from torch.utils import _pytree
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
 from lsgd.algorithms.base import Algorithm, Commit, all_finite, clones, finiteness, is_muon
 from lsgd.algorithms.gradient import GradientAlgorithm
-from lsgd.client.checkpoint.checkpoints import Checkpoints, clear, tensors_in
+from lsgd.client.checkpoint.checkpoints import Checkpoints
+from lsgd.client.checkpoint.finite import clear, tensors_in
 from lsgd.client.control.island import Island
 from lsgd.client.control.joining import Membership
 from lsgd.client.control.replicas import fingerprints
@@ -82,7 +83,7 @@ class Replica:
         self.optimizers = list(optimizers)
         self.copies = WeightCopies(self.optimizers)
         self.finite = checkpoints.finite
-        self.shared, self.take_shared = checkpoints.shared, checkpoints.take_shared
+        self.extras = checkpoints.extras
         run, shard = membership.welcome.run, membership.island.shard
         self._run_id = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
         self._layers = layers_of([(slot.name, slot.buffer, slot.offset) for slot in flat.slots], flat.layout.lengths)
@@ -92,7 +93,7 @@ class Replica:
         joined = self._in_groups()
         self._stepped = [(slot, slot.parameter) for slot in flat.slots if id(slot.parameter) in joined]
         self._warned = False  # of parameters that no optimizer has
-        self._resumed, checkpoints.algorithm = checkpoints.algorithm, None
+        self._resumed, checkpoints.resumed.algorithm = checkpoints.resumed.algorithm, None
         self._text = ""
         self._aligned = False  # parameters, which is said once
         self._trained: tuple[list[tuple[int, int]], list[Tensor]] | None = None  # as the last step or round has left it

@@ -13,6 +13,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
+from lsgd.client.checkpoint.checkpoints import Resumed
 from lsgd.client.control.joining import Membership
 from lsgd.client.groups.staging import Copier, Copying, copier_of
 from lsgd.client.iteration.replica import Replica
@@ -250,26 +251,17 @@ class ElectionInput:
     last value is from before the last round, or an eighth of a local period old.
 
     Args:
-        before: last losses in the checkpoint that the worker resumes from.
-        resumed: whether its model is from a checkpoint.
+        resumed: what the worker has of the checkpoint that it resumes from.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        replica: Replica,
-        stopwatch: Stopwatch,
-        before: Sequence[float] = (),
-        *,
-        resumed: bool = False,
-    ) -> None:
-        self.losses = LossWindow(membership.plan.loss_window, before)
+    def __init__(self, membership: Membership, replica: Replica, stopwatch: Stopwatch, resumed: Resumed) -> None:
+        self.losses = LossWindow(membership.plan.loss_window, resumed.losses)
         schedules = [phase.algorithm.schedule() for phase in membership.plan.phases]
         self._name = membership.join.worker
         self._needs_probe = any(schedule.election == "probe" for schedule in schedules)
         self._replica = replica
         self._stopwatch = stopwatch
-        self._resumed = resumed
+        self._resumed = resumed.iterations > 0
         self._evaluate: Callable[[], Tensor | float] | None = None
         self._probed: float | None = None
         self._probed_at = (-1, 0)  # the last round then, and the iterations made

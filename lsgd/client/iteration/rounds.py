@@ -56,8 +56,7 @@ class Rounds:
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints, step: Step) -> None:
         self.stopwatch, self.logged = Stopwatch(), Logged()
-        resumed = checkpoints.iterations > 0
-        self.election = ElectionInput(membership, replica, self.stopwatch, checkpoints.losses, resumed=resumed)
+        self.election = ElectionInput(membership, replica, self.stopwatch, checkpoints.resumed)
         self.grants = GrantClient(membership, self.election, self.stopwatch)
         self.groups, self.download = Groups(membership), Download(replica)
         self.active: ActiveRound | None = None
@@ -281,7 +280,7 @@ class Rounds:
     def _snapshot(self, active: ActiveRound) -> None:
         """Copy to memory what the checkpoint is to have, if one is due."""
         if not active.redo or active.order.final:
-            self._checkpoints.restore_random()
+            self._checkpoints.data.restore_random()
             saves = active.order.checkpoint and not active.lacking
             active.snapshot = self._take(active.order.count) if saves else None
 

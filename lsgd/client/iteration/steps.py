@@ -47,14 +47,14 @@ class Steps:
             has_end=lambda: run.has_end or bool(self._grants.steps),
         )
         self._begins_at = membership.welcome.step
-        self._begins = not (membership.welcome.newcomer or self._begins_at or checkpoints.iterations)
+        self._begins = not (membership.welcome.newcomer or self._begins_at or checkpoints.resumed.iterations)
         self._whole = membership.island.size == 1
         self._replica = replica
         self.schedulers = Schedulers(
             self._name,
             replica.optimizers,
-            checkpoints.rates,
-            lambda: [*self.schedules.optimizers, *map(optimizer_of, checkpoints.schedulers())],
+            checkpoints.extras.rates,
+            lambda: [*self.schedules.optimizers, *map(optimizer_of, checkpoints.extras.schedulers())],
         )
         self._passed = membership.passed
         self._outside = 0  # steps of optimizers outside of steps of this worker
