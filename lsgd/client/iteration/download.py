@@ -59,7 +59,7 @@ class Download:
         if fresh:
             self._following, self._late = None, frozenset()
         followed = self._following is not None and self._following.meet()  # what is sent beside the training has come
-        anew = self._replica.take_up(order.algorithm) or fresh or not self._late.issuperset(order.new)
+        anew = self._replica.current.take_up(order.algorithm) or fresh or not self._late.issuperset(order.new)
         followed = followed or order.final or not self._replica.algorithm.can_be_followed
         if anew or (self._following is not None and followed):
             with self._replica.copies.following():

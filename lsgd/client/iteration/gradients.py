@@ -50,7 +50,6 @@ class GradientExchange:
         self._gradients = [torch.zeros_like(x) for x in flat.buffers]
         self._parameters = [slot.parameter for slot in flat.slots]
         self._views = [self._made(slot) for slot in flat.slots]
-        self._addresses = [local(view).data_ptr() for view in self._views]
         self._padding = [_padding(flat, index) for index in range(len(flat.buffers))]
         self._buckets = algorithm.buckets(self._gradients)
         self._present = torch.empty(len(flat.slots), device=flat.buffers[0].device)
@@ -66,14 +65,17 @@ class GradientExchange:
         """Whether the hooks are on the parameters that the model has now."""
         return all(slot.parameter is p for slot, p in zip(self._slots, self._parameters, strict=True))
 
-    def _made(self, slot: Slot) -> Tensor:
-        return sharded_like(slot.parameter, window(self._gradients[slot.buffer], slot))
+    def _made(self, slot: Slot) -> tuple[Tensor, int]:
+        """Return a gradient's view of the vector, and its address."""
+        view = sharded_like(slot.parameter, window(self._gradients[slot.buffer], slot))
+        return view, local(view).data_ptr()
 
     def _view(self, index: int) -> Tensor:
         """Return a gradient's view of the vector: another one if ``model.to(...)`` has given it other memory."""
-        if local(self._views[index]).data_ptr() != self._addresses[index]:
+        view, address = self._views[index]
+        if local(view).data_ptr() != address:
             self._views[index] = self._made(self._slots[index])
-        return self._views[index]
+        return self._views[index][0]
 
     def arm(self, active: ActiveRound | None) -> None:
         """Let the next backward pass exchange its gradients in this round; None: exchange nothing."""
@@ -169,7 +171,7 @@ class GradientExchange:
             )
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient)
-            parameter.grad = self._views[index]
+            parameter.grad = self._view(index)
 
     def _begin(self, active: ActiveRound) -> None:
         if active.state is not State.WAITING:

@@ -1,7 +1,6 @@
 """What rounds change on a worker: its model, its optimizers, and the state of the algorithm; and how they do."""
 
 import io
-import json
 import logging
 import math
 import pickle
@@ -11,10 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree
 
 from lsgd.algorithms.averaging import contribute, divide, empty_sums
-from lsgd.algorithms.base import Algorithm, Commit, all_finite, clones, finiteness, is_muon
+from lsgd.algorithms.base import Algorithm, Commit, all_finite, clones, finiteness
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints
 from lsgd.client.checkpoint.finite import clear, tensors_in
@@ -23,12 +21,11 @@ from lsgd.client.control.joining import Membership
 from lsgd.client.control.replicas import fingerprints
 from lsgd.client.groups.base import WorkerGroup
 from lsgd.client.iteration.copies import WeightCopies
+from lsgd.client.iteration.current import CurrentAlgorithm
+from lsgd.client.iteration.trained import Trained
 from lsgd.errors import ExchangeError, LsgdError
 from lsgd.flat import FlatParameters, written, written_buffers
-from lsgd.layers import layers_of
-from lsgd.plan.plan import algorithm_of
 from lsgd.protocol.messages import Round
-from lsgd.settings import AlgorithmSettings, same_form
 from lsgd.shards import full_state_dict, load_optimizer, local, local_state
 
 logger = logging.getLogger("lsgd")
@@ -60,7 +57,8 @@ class Replica:
         ddp: what reduces the model's gradients inside this worker; None: nothing does.
 
     Attributes:
-        algorithm: the current phase's.
+        current: takes up the algorithm of the current phase.
+        trained: what of the model is trained.
         copies: the optimizers' copies of the weights.
         consensus_distance: models' mean distance from their average just before the consensus; None until then.
         leader_model: leader's flat parameters, then buffers, just before the consensus; empty until then, and if
@@ -85,18 +83,18 @@ class Replica:
         self.finite = checkpoints.finite
         self.extras = checkpoints.extras
         run, shard = membership.welcome.run, membership.island.shard
-        self._run_id = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
-        self._layers = layers_of([(slot.name, slot.buffer, slot.offset) for slot in flat.slots], flat.layout.lengths)
-        self.algorithm = self._create(membership.plan.algorithm)
+        run = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
+        resumed, checkpoints.resumed.algorithm = checkpoints.resumed.algorithm, None
+        self.current = CurrentAlgorithm(membership.plan.algorithm, flat, self.optimizers, run, resumed)
+        self.trained = Trained(flat, self.optimizers, self.copies)
         self.consensus_distance: float | None = None
         self.leader_model: list[Tensor] = []
-        joined = self._in_groups()
-        self._stepped = [(slot, slot.parameter) for slot in flat.slots if id(slot.parameter) in joined]
-        self._warned = False  # of parameters that no optimizer has
-        self._resumed, checkpoints.resumed.algorithm = checkpoints.resumed.algorithm, None
-        self._text = ""
         self._aligned = False  # parameters, which is said once
-        self._trained: tuple[list[tuple[int, int]], list[Tensor]] | None = None  # as the last step or round has left it
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The current phase's algorithm."""
+        return self.current.algorithm
 
     @property
     def lockstep(self) -> bool:
@@ -107,78 +105,6 @@ class Replica:
     def elects(self) -> bool:
         """Whether elected workers give others something of their models."""
         return self.run.leads(self.algorithm.settings)
-
-    def check(self) -> None:
-        """Find the model's parameters anew, and check that the optimizers still have theirs.
-
-        Raises:
-            LsgdError: the model trains others than those that were joined, or the optimizers have lost one.
-        """
-        self.flat.find()
-        grouped = self._in_groups()
-        for slot, joined in self._stepped:
-            if id(slot.parameter) in grouped:
-                continue
-            if slot.parameter is joined:
-                raise LsgdError(
-                    f"the optimizers' parameter groups have lost the parameter {slot.name} since Worker.join, so it is "
-                    f"not trained; change param_groups before the join"
-                )
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "the parameter %s is another object since Worker.join, and none of the joined optimizers has it, "
-                    "so it is not trained: put the model's parameters into param_groups, or copy values into the old "
-                    "ones, as load_state_dict does without assign=True",
-                    slot.name,
-                )
-
-    def note_trained(self) -> None:
-        """Note that the weights in the model are those that are trained: a step or a round has just left them."""
-        self._trained = self.flat.versions(), self.flat.sample()
-
-    def others(self) -> list[str]:
-        """Return the names of parameters with other weights than the trained ones, such as averages to evaluate.
-
-        Weights that were written and are back do not count, as far as a few elements tell; nor do those that an
-        optimizer can take back.
-        """
-        if self._trained is None or self.copies.evaluated or (now := self.flat.versions()) == self._trained[0]:
-            return []
-        before, rows = self._trained
-        if all(torch.equal(x, row.to(x.device)) for x, row in zip(self.flat.sample(), rows, strict=True)):
-            return []
-        return [slot.name for slot, was, is_ in zip(self.flat.slots, before, now, strict=True) if was != is_]
-
-    def _in_groups(self) -> set[int]:
-        return {id(p) for o in self.optimizers for group in o.param_groups for p in group["params"]}
-
-    def _create(self, settings: AlgorithmSettings) -> Algorithm:
-        algorithm = settings.create(self.flat.buffers, self._run_id)
-        algorithm.muon, algorithm.layers = is_muon(self.optimizers), self._layers
-        return algorithm
-
-    def take_up(self, text: str) -> bool:
-        """Switch to a round's algorithm and settings; return whether it is a new algorithm, with fresh state."""
-        if not text or text == self._text:
-            return False
-        settings = algorithm_of(json.loads(text), "the server's round")
-        fresh = not same_form(settings, self.algorithm.settings)
-        if fresh:
-            self.algorithm = self._create(settings)
-        self.algorithm.settings, self._text = settings, text
-        resumed, self._resumed = self._resumed, None
-        if resumed is not None and not same_form(resumed[0], settings):
-            logger.warning(
-                "the checkpoint is of %s with other settings, so %s begins anew: what it has kept beside the model, "
-                "such as momentum or rounding residuals, is not taken over",
-                *(resumed[0].name, settings.name),
-            )
-        elif resumed is not None:
-            device = self.flat.buffers[0].device
-            moved = _pytree.tree_map_only(Tensor, lambda x: x.to(device), resumed[1])
-            self.algorithm.load_state_dict(self.algorithm.state_dict() | moved)  # the checkpoint may lack some entries
-        return fresh
 
     def clear(self) -> None:
         """Drop what would break the model again, after a round has replaced one that was not finite."""

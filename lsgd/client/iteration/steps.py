@@ -36,32 +36,39 @@ class Steps:
     """
 
     def __init__(self, membership: Membership, replica: Replica, checkpoints: Checkpoints) -> None:
-        self._name = membership.join.worker
-        self.step, self.called = Step(self._name), set[torch.optim.Optimizer]()
+        self.step, self.called = Step(membership.join.worker), set[torch.optim.Optimizer]()
         self.rounds = Rounds(membership, replica, checkpoints, self.step)
-        run, self._grants = membership.plan.run, self.rounds.grants
-        self._run = run
+        self._membership, self._replica, self._grants = membership, replica, self.rounds.grants
         self.schedules = RateSchedules(
             lambda: self._grants.middle,
             replica.optimizers,
-            has_end=lambda: run.has_end or bool(self._grants.steps),
+            has_end=lambda: membership.plan.run.has_end or bool(self._grants.steps),
         )
-        self._begins_at = membership.welcome.step
-        self._begins = not (membership.welcome.newcomer or self._begins_at or checkpoints.resumed.iterations)
-        self._whole = membership.island.size == 1
-        self._replica = replica
         self.schedulers = Schedulers(
             self._name,
             replica.optimizers,
             checkpoints.extras.rates,
             lambda: [*self.schedules.optimizers, *map(optimizer_of, checkpoints.extras.schedulers())],
         )
-        self._passed = membership.passed
+        self._resumed = checkpoints.resumed.iterations > 0
         self._outside = 0  # steps of optimizers outside of steps of this worker
         self._idle = 0  # steps in a row in which no optimizer stepped
         self._warned = self._said_aside = False
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in replica.optimizers]
         self._hooks += [o.register_step_post_hook(self._after_step) for o in replica.optimizers]
+
+    @property
+    def _name(self) -> str:
+        return self._membership.join.worker
+
+    @property
+    def _whole(self) -> bool:
+        return self._membership.island.size == 1
+
+    @property
+    def _at(self) -> int:
+        """This worker's place in the script's own loop."""
+        return self._membership.welcome.step + self._grants.done
 
     def begin(self) -> bool:
         """Begin a step; return False if the run has ended."""
@@ -104,8 +111,7 @@ class Steps:
         Not if its round spans the backward pass, which a pause before the next step would fail for all; nor after the
         last step of the script's own loop; nor in an island, where one process may evaluate while the others wait.
         """
-        steps, done = self._grants.steps, self._begins_at + self._grants.done
-        if self._whole and not self._replica.algorithm.spans_backward and not 0 < steps <= done:
+        if self._whole and not self._replica.algorithm.spans_backward and not 0 < self._grants.steps <= self._at:
             self._has_next()
 
     def accumulate(self) -> None:
@@ -133,7 +139,7 @@ class Steps:
     @contextmanager
     def _asking(self) -> Iterator[None]:
         """Be in a round, which the block ends with an event; an error inside leads back to between two iterations."""
-        self._replica.check()
+        self._replica.trained.check()
         if self.step.is_granted:
             self.step.advance(Event.TAKE)
         if self.step.state is StepState.GIVEN_BACK:
@@ -156,7 +162,7 @@ class Steps:
             NotTrainedError: this worker has completed no iteration, or nobody has.
         """
         if not self.step.is_over:
-            self._replica.check()
+            self._replica.trained.check()
             self.close_step()
             if (idle := self.idle_error()) is not None:
                 raise idle
@@ -179,7 +185,9 @@ class Steps:
         A newcomer may find that all are granted to others, and one that is resumed that its loop has ended; a stage
         that was over needs none.
         """
-        if self._grants.done or self._passed or not (self._outside or self._begins):
+        welcome = self._membership.welcome
+        begins = not (welcome.newcomer or welcome.step or self._resumed)
+        if self._grants.done or self._membership.passed or not (self._outside or begins):
             return None
         if (ending := self._grants.ending) is not None:
             return self._not_trained(f"the run has ended before its first iteration was complete: {ending.reason}")
@@ -199,7 +207,7 @@ class Steps:
         Raises:
             LsgdError: another worker makes another call, or the iteration is not over.
         """
-        self._replica.check()
+        self._replica.trained.check()
         within = self._take("meets the others in the middle of an iteration")
         try:
             others = self._others()
@@ -208,7 +216,7 @@ class Steps:
                 met = self.rounds.meet(numbers, aside=bool(others))
                 self.step.advance(Event.STOP if met is None else Event.MEET)
                 if not others:
-                    self._replica.note_trained()
+                    self._replica.trained.note()
         finally:
             if within and not self.step.is_over:
                 self.step.advance(Event.TAKE)
@@ -239,7 +247,7 @@ class Steps:
 
     def _others(self) -> list[str]:
         """Return the names of parameters with other weights than the trained ones; in an island nobody looks."""
-        return self._replica.others() if self._whole else []
+        return self._replica.trained.others() if self._whole else []
 
     def _count(self, *, trained: bool = True) -> None:
         """Count the granted iteration if an optimizer has stepped since; ``trained``: as in :meth:`_act`."""
@@ -267,14 +275,13 @@ class Steps:
             if trained:
                 with self._replica.copies.trained():
                     self.rounds.after_step()
-                    self._replica.note_trained()
+                    self._replica.trained.note()
 
     @property
     def _loop(self) -> Loop:
-        all_ = self._run.iterations
-        share = all_ / self.rounds.seat.world_size if all_ else float("inf")
-        step = self._begins_at + self._grants.done
-        return Loop(step, self._grants.steps, self._run.has_end, self._grants.middle, share)
+        run = self._membership.plan.run
+        share = run.iterations / self.rounds.seat.world_size if run.iterations else float("inf")
+        return Loop(self._at, self._grants.steps, run.has_end, self._grants.middle, share)
 
     def _check_optimizers(self) -> None:
         """Warn, and later fail, if no joined optimizer steps."""
@@ -299,7 +306,7 @@ class Steps:
             with self._asking():
                 granted = self.rounds.follow()
                 self.step.advance(Event.GRANT if granted else Event.STOP)
-                self._replica.note_trained()
+                self._replica.trained.note()
             if granted:
                 self.rounds.ask_ahead()
         return self.step.is_granted
@@ -369,7 +376,7 @@ class Steps:
             self._idle = 0
             if self.step.is_open:
                 self.step.advance(Event.STEP)
-                self._replica.note_trained()
+                self._replica.trained.note()
 
 
 def _lacks_gradients(optimizer: torch.optim.Optimizer) -> bool:
