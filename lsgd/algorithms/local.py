@@ -194,6 +194,69 @@ class SparseSettings(LocalSettings):
         return self.divisor == "contributors"
 
 
+class Averaging:
+    """The mean of the members' changes, bit-identical on all: plain, or in a codec, with what rounding has lost.
+
+    Attributes:
+        codec: in which changes travel.
+        feedback: what rounding has lost, of each fragment in each tensor; empty if nothing is.
+    """
+
+    def __init__(self, codec: Codec, tensors: Flat, fragments: Sequence[Sequence[slice]], run: str) -> None:
+        self.codec = codec
+        self.feedback: list[list[ErrorFeedback]] = []
+        if not codec.lossless:
+            codec.prepare(tensors)
+            self.feedback = [
+                [ErrorFeedback(place.stop - place.start, x.device) for x, place in zip(tensors, places, strict=True)]
+                for places in fragments
+            ]
+        self._run = run
+        self._mean: CompressedMean | None = None
+        self._members: tuple[str, ...] = ()
+
+    def reset(self, settings: LocalSettings, group: Group, order: Round, *, new: bool) -> None:
+        """Begin with other members: what their results have lost is dropped, and of a ``new`` member all."""
+        if not self.codec.lossless:
+            hierarchical, contributors = settings.hierarchical, settings.per_contributor
+            self._mean = CompressedMean(group, self.codec, hierarchical=hierarchical, contributors=contributors)
+        members = order.generation.members
+        for feedback in (each for fragment in self.feedback for each in fragment):
+            feedback.begin_generation(same_members=members == self._members and not new)
+            if new:  # as one is that was started again
+                feedback.residual.zero_()
+        self._members = members
+
+    def mean(self, change: Tensor, part: tuple[int, int], group: Group, order: int, decay: float) -> Mean:
+        """Return the mean of ``change``, whose memory it takes, over all members.
+
+        ``part``: fragment and tensor. A member that sends nothing has a change of zeros, and a ``decay`` of 0.
+        """
+        fragment, index = part
+        if self._mean is None:
+            change.div_(group.size)
+            group.all_reduce(change).wait()
+            return in_memory(change)
+        return self._mean(change, (self._run, order, index), self.feedback[fragment][index], decay)
+
+    def commit(self, fragment: int) -> None:
+        """Keep what rounding has lost in the last exchange of a fragment."""
+        for feedback in self.feedback[fragment] if self.feedback else ():
+            feedback.commit()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what rounding has lost, and the members of the last exchange."""
+        lost = [[each.state_dict() for each in fragment] for fragment in self.feedback]
+        return {"feedback": lost, "members": list(self._members)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        for fragment, saved in zip(self.feedback, state["feedback"], strict=True):
+            for feedback, each in zip(fragment, saved, strict=True):
+                feedback.load_state_dict(each)
+        self._members = tuple(state["members"])
+
+
 class LocalSGD(Delayed):
     """Workers train alone; each round uses the mean change of their models as the pseudo-gradient of an outer step.
 
@@ -229,21 +292,12 @@ class LocalSGD(Delayed):
     def __init__(self, settings: LocalSettings, parameters: Flat, run: str) -> None:
         super().__init__()
         self.settings = settings
-        self._run = run
         self.common = [x.detach().to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in parameters]
         self._dtypes = [x.dtype for x in parameters]
         self._velocity: list[Tensor] = []
-        self._codec = settings.make_codec()
-        self._fragments = _places(parameters, settings.fragments, self._codec.unit)
-        self._feedback: list[list[ErrorFeedback]] = []
-        if not self._codec.lossless:
-            self._codec.prepare(self.common)
-            self._feedback = [
-                [ErrorFeedback(place.stop - place.start, x.device) for x, place in zip(parameters, places, strict=True)]
-                for places in self._fragments
-            ]
-        self._mean: CompressedMean | None = None
-        self._members: tuple[str, ...] = ()
+        codec = settings.make_codec()
+        self._fragments = _places(parameters, settings.fragments, codec.unit)
+        self._averaging = Averaging(codec, self.common, self._fragments, run)
         self._outliers = Outliers()
         self._gives_up = ""
         self._steps = 0
@@ -262,16 +316,7 @@ class LocalSGD(Delayed):
         """Drop the pending transfer and, if members have changed, the residuals of results."""
         super().reset(parameters, group, order)
         self._outliers = Outliers(self._outliers.usual)
-        if not self._codec.lossless:
-            hierarchical, contributors = self.settings.hierarchical, self.settings.per_contributor
-            self._mean = CompressedMean(group, self._codec, hierarchical=hierarchical, contributors=contributors)
-        members = order.generation.members
-        new = group.rank in self._new(order)  # as one is that was started again
-        for feedback in (each for fragment in self._feedback for each in fragment):
-            feedback.begin_generation(same_members=members == self._members and not new)
-            if new:
-                feedback.residual.zero_()
-        self._members = members
+        self._averaging.reset(self.settings, group, order, new=group.rank in self._new(order))
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, order: Round) -> Commit | None:
@@ -287,7 +332,7 @@ class LocalSGD(Delayed):
         changes: list[Tensor] = []
         models = list(self._parts(fragment, parameters, self.common))
         for x, c in models:
-            change = torch.empty_like(x, dtype=x.dtype if self._codec.lossless else torch.float32)
+            change = torch.empty_like(x, dtype=x.dtype if self._averaging.codec.lossless else torch.float32)
             changes.append(zero_unless(finite, _subtracted(x, c, change)) if counts else change.zero_())
         delay = self.settings.schedule().delay  # that of this round: servers may choose another one for the next
         keep = 0.0
@@ -307,10 +352,11 @@ class LocalSGD(Delayed):
             if changes and (self.settings.rescale or self._judges(group)):
                 own = _squared(zip(starts, map(in_memory, changes), strict=True), layers, changes[0].device)
             sends = group.rank not in self._left_out(group, order)
+            decay = self._decay(group, sends=sends)
             for index, change in enumerate(changes):
                 if not sends:
                     change.zero_()
-                means[index] = self._average(change, fragment, index, group, order, sends=sends)
+                means[index] = self._averaging.mean(change, (fragment, index), group, order.id, decay)
             if own is not None:
                 beside = torch.zeros(2, dtype=own.dtype, device=own.device)
                 if self._judges(group) and counts and not self.settings.per_contributor:  # else the sum is unknown
@@ -348,7 +394,7 @@ class LocalSGD(Delayed):
         Of what a member has learned, few elements leave a node of several workers in a round, and no one there knows
         which: the sum of the others lacks all of it, and so the agreement is less than elsewhere.
         """
-        apart = self._codec.sparse and self.settings.hierarchical
+        apart = self._averaging.codec.sparse and self.settings.hierarchical
         return [size for size in group.node_sizes for _ in range(size)] if apart else ()
 
     def _left_out(self, group: Group, order: Round) -> Collection[int]:
@@ -358,18 +404,6 @@ class LocalSGD(Delayed):
     def _new(self, order: Round) -> set[int]:
         """Return the ranks that have no change yet: their models begin in this round, or are not whole before it."""
         return {*order.new} - {order.source}
-
-    def _average(self, change: Tensor, fragment: int, index: int, group: Group, order: Round, *, sends: bool) -> Mean:
-        """Return the mean of ``change``, whose memory it takes, over all members, bit-identical on all.
-
-        A member that does not ``send`` has a change of zeros, and what rounding has lost of its own is dropped.
-        """
-        if self._mean is None:
-            change.div_(group.size)
-            group.all_reduce(change).wait()
-            return in_memory(change)
-        seed = (self._run, order.id, index)
-        return self._mean(change, seed, self._feedback[fragment][index], self._decay(group, sends=sends))
 
     def _decay(self, group: Group, *, sends: bool) -> float:
         """Return the share of what was not sent before that a member sends now."""
@@ -394,11 +428,11 @@ class LocalSGD(Delayed):
         ``lost`` is what rounding has lost of what this one has sent. Computed in pieces; float64, shape (2,).
         """
         decay, found = self._decay(group, sends=sends), list[Tensor]()
-        lossy = self._mean is not None and not self._is_of_node(group)
+        lossy = not self._averaging.codec.lossless and not self._is_of_node(group)
         # A node's change travels times nodes / workers, and so does what rounding has lost of it.
         times = group.size / len(group.node_sizes) if self.settings.hierarchical else 1.0
         for index, ((x, c), dtype, mean) in enumerate(zip(models, self._dtypes, means, strict=True)):
-            kept = self._feedback[fragment][index].residual if lossy else c
+            kept = self._averaging.feedback[fragment][index].residual if lossy else c
             for here, piece in mean():
                 parts = (torch.split(y[here], PIECE_NUMEL) for y in (x, c, kept, lost[index]))
                 for now, common, residual, rest, total in zip(*parts, torch.split(piece, PIECE_NUMEL), strict=True):
@@ -530,8 +564,7 @@ class LocalSGD(Delayed):
 
     def _outer_step(self, fragment: int, means: Sequence[Mean], factor: float) -> None:
         """Change a fragment of the common model by the mean change, times ``factor``."""
-        for feedback in self._feedback[fragment] if self._feedback else ():
-            feedback.commit()
+        self._averaging.commit(fragment)
         lr, momentum = self.settings.outer_lr, self.settings.outer_momentum
         velocity = self.velocity  # without momentum this drops it, on all members in one round
         flats = (self.common, velocity) if momentum else (self.common,)
@@ -565,8 +598,7 @@ class LocalSGD(Delayed):
         return {
             "common": self.common,
             "velocity": self.velocity,
-            "feedback": [[each.state_dict() for each in fragment] for fragment in self._feedback],
-            "members": list(self._members),
+            **self._averaging.state_dict(),
             "usual": self._outliers.usual,
             "steps": [self._steps - taken_at for taken_at in self._taken_at],
         }
@@ -575,10 +607,7 @@ class LocalSGD(Delayed):
         """Restore what :meth:`state_dict` returned."""
         copy_all(self.common, state["common"])
         self._velocity = clones(state["velocity"])
-        for fragment, saved in zip(self._feedback, state["feedback"], strict=True):
-            for feedback, each in zip(fragment, saved, strict=True):
-                feedback.load_state_dict(each)
-        self._members = tuple(state["members"])
+        self._averaging.load_state_dict(state)
         self._outliers = Outliers(state.get("usual", 0.0))  # earlier checkpoints do not have it, nor the steps
         self._taken_at = [self._steps - made for made in state.get("steps", self._taken_at)]
 

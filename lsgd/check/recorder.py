@@ -63,6 +63,29 @@ def start(folder: str) -> "Recorder":
     return Recorder(Path(folder))
 
 
+class Lines:
+    """The lines of a script, and which of them have changed the weights since these were kept.
+
+    Attributes:
+        to_blame: those, and in how many steps each had ended by then.
+    """
+
+    def __init__(self) -> None:
+        self.to_blame: dict[str, int] = {}
+        self._ended: dict[str, tuple[int, int]] = {}  # the last step in which a line has ended, and in how many
+
+    def end(self, line: str, step: int) -> None:
+        """Note that a line has ended in a step."""
+        last, steps = self._ended.get(line, (-1, 0))
+        if last != step:
+            self._ended[line] = step, steps + 1
+
+    def blame(self, line: str) -> None:
+        """Note that the weights have changed in a line; empty: it is not known."""
+        if line:
+            self.to_blame[line] = self._ended.get(line, (0, 0))[1]
+
+
 class Recorder(Observer):
     """Notes facts of one process in a file of its own in ``folder``."""
 
@@ -75,8 +98,7 @@ class Recorder(Observer):
         self._depth = 0  # parts of rounds under way
         self.watching_s = 0.0  # in what comes in each step, as a part of its time
         self._stepping: Any = None  # the joined optimizer whose step is under way
-        self._by: dict[str, int] = {}  # lines that have changed the weights since they were kept, and in how many steps
-        self._carried_out: dict[str, tuple[int, int]] = {}  # the last step in which a line was, and in how many
+        self._lines = Lines()
         self._steps = 0
         self._read: set[str] = set()
         self._main = threading.current_thread()
@@ -163,7 +185,6 @@ class Recorder(Observer):
         self._depth += 1
         moved = None
         if watches and self._stepping is None:
-            self._blame("")
             moved = self._weights.change()
         try:
             yield
@@ -185,12 +206,13 @@ class Recorder(Observer):
             if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                 self.note("foreign", optimizer=type(optimizer).__name__, where=here())
             return
-        self._blame(here(sys._getframe(1)) if self._weights.glance() else "")
+        if self._weights.glance():
+            self._lines.blame(here(sys._getframe(1)))
         changed = self._weights.change()
         if changed is not None:
             self._note_moved(changed, "step")
-        elif self._by:
-            self.note("undone", by=self._by, step=self._place())
+        elif self._lines.to_blame:
+            self.note("undone", by=self._lines.to_blame, step=self._place())
         self._stepping = optimizer
         self.note(
             "step",
@@ -218,22 +240,16 @@ class Recorder(Observer):
     # -- the weights -------------------------------------------------------------------------------------------
 
     def _after_line(self, line: str) -> None:
-        last, steps = self._carried_out.get(line, (-1, 0))
-        if last != self._steps:
-            self._carried_out[line] = self._steps, steps + 1
+        self._lines.end(line, self._steps)
         if self._depth == 0 and self._stepping is None and self._weights.glance():
-            self._blame(line)
-
-    def _blame(self, line: str) -> None:
-        if line:
-            self._by[line] = self._carried_out.get(line, (0, 0))[1]
+            self._lines.blame(line)
 
     def _keep(self) -> None:
         self._weights.keep()
-        self._by = {}
+        self._lines.to_blame = {}
 
     def _note_moved(self, changed: Any, before: str) -> None:
-        by, names = self._by, changed.names
+        by, names = self._lines.to_blame, changed.names
         self._weights.looks_closely = not by  # at all of them after each line from now on
         about = {"names": names[:3], "tensors": len(names), "share": changed.share}
         self.note("moved", before=before, by=by, step=self._place(), call=self._call, where=here(), **about)
