@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from lsgd.check.taps import tap_files, tap_loaders, tap_seeds
 from lsgd.check.weights import Weights, tensor_digests
 from lsgd.client.data.first import digest
 from lsgd.client.data.randomness import states
+from lsgd.client.wrap import eager
 from lsgd.observer import Observer
 from lsgd.schedulers import count_of, length_of, optimizer_of
 from lsgd.schedulers import counts as counts_steps
@@ -143,7 +144,7 @@ class Recorder(Observer):
         )
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        model.register_forward_pre_hook(_Hook(self._before_forward), with_kwargs=True, prepend=True)
+        model.register_forward_pre_hook(eager(self._before_forward), with_kwargs=True, prepend=True)
         atexit.register(self._at_exit)
         threading.Thread(target=self._tell_line, daemon=True, name="lsgd-check").start()
         Tracer(self._after_line).start()
@@ -310,23 +311,6 @@ class Recorder(Observer):
                 self._note_moved(changed, "end")
             self._note_schedulers()
             self._note_end("exit")
-
-
-class _Hook:
-    """A hook that copies of the model share, that torch.compile does not trace, and that a pickled model has not."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __deepcopy__(self, memo: object) -> Self:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")
 
 
 class _Warnings(logging.Handler):

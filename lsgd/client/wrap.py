@@ -143,7 +143,7 @@ class _Hooks:
         self._without = Counter[bool]()  # forward passes without gradients, one after the other; of copies: False
         self._buffers: list[Tensor] = []  # copies of the model's before a forward pass after the end of the run
         self._said: set[str] = set()
-        before, after = _eager(self._before_forward), _eager(self._after_forward)
+        before, after = eager(self._before_forward), eager(self._after_forward)
         removable: list[Any] = [
             root.register_forward_pre_hook(before, prepend=True, with_kwargs=True) for root in self._roots
         ]
@@ -356,7 +356,7 @@ def _without_gradients(worker: WrappedWorker, optimizer: torch.optim.Optimizer, 
     return loss
 
 
-def _eager(hook: Callable[..., None]) -> Callable[..., None]:
+def eager(hook: Callable[..., None]) -> Callable[..., None]:
     """Return a hook that torch.compile does not trace.
 
     In a pickled model, one that does nothing takes its place: Python's own, so that reading it needs no lsgd.

@@ -109,7 +109,8 @@ class Switchboard:
         join = Join(PROTOCOL, name, incarnation, int(name[4]), int(name[-1]), versions(), "m", "m", "", "127.0.0.1")
         plan = plan or Plan()
         welcome = Welcome("run", plan.to_json(), 0, 1, (), certificate)
-        return Membership(identity, torch.device("cpu"), channel, join, welcome, plan, Island())
+        about = {"join": join, "welcome": welcome, "plan": plan, "island": Island()}
+        return Membership(identity, 0, "", channel, device=torch.device("cpu"), **about)
 
     def _serve(self) -> None:
         while not self._closing:

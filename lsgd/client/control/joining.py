@@ -75,29 +75,44 @@ WRAPPERS = ("optimizer", "base_optimizer", "_base_optimizer")
 
 
 @dataclass(frozen=True)
-class Membership:
-    """A worker's place in a run, and its connection to the servers.
+class Found:
+    """The local server that a worker has found, and its connection to it.
 
-    All processes of an island have the same identity, ``join`` and welcome. ``servers`` are those of a process that
-    runs alone.
+    ``servers`` are those of a process that runs alone.
     """
 
     identity: Identity
-    device: torch.device
+    node: int
+    global_address: str
     channel: Channel
+    servers: Solo | None = None
+
+    def close(self) -> None:
+        """End the connection, and this process's own servers."""
+        self.channel.close()
+        if self.servers is not None:
+            self.servers.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership(Found):
+    """A worker's place in a run, and its connection to the servers.
+
+    All processes of an island have the same identity, ``join`` and welcome.
+    """
+
+    device: torch.device
     join: Join
     welcome: Welcome
     plan: Plan
     island: Island
-    servers: Solo | None = None
-    towards: str = ""  # the global server's address at the join
 
     @property
     def address(self) -> str:
         """The address to exchange tensors on: that of the join, or what this machine has instead by now."""
-        if self.towards and not has_address(self.join.address):
+        if self.global_address and not has_address(self.join.address):
             with contextlib.suppress(ConfigError):  # no route at the moment
-                return _interface(self.towards).address
+                return _interface(self.global_address).address
         return self.join.address
 
     @property
@@ -122,26 +137,7 @@ class Membership:
     def close(self) -> None:
         """End the connections, and this process's own servers."""
         self.island.close()
-        self.channel.close()
-        if self.servers is not None:
-            self.servers.close()
-
-
-@dataclass(frozen=True)
-class Found:
-    """The local server that a worker has found, and its connection to it; ``servers`` as in :class:`Membership`."""
-
-    identity: Identity
-    node: int
-    global_address: str
-    channel: Channel
-    servers: Solo | None = None
-
-    def close(self) -> None:
-        """End the connection, and this process's own servers."""
-        self.channel.close()
-        if self.servers is not None:
-            self.servers.close()
+        super().close()
 
 
 def find_server(island: Island, identity: Identity | None, timeout_s: float) -> Found:
@@ -211,12 +207,12 @@ def join_run(
             "worker.first is false), on to stage %d",
             *(join.worker, identity.stage, stage_of(welcome.run)),
         )
-        return Membership(identity, device, channel, join, welcome, plan, island, found.servers, found.global_address)
-    logger.info(
-        "%s joins run %s as rank %d of %d on %s%s",
-        *(join.worker, welcome.run, welcome.rank, welcome.world_size, device, "" if alone else travel),
-    )
-    return Membership(identity, device, channel, join, welcome, plan, island, found.servers, found.global_address)
+    else:
+        logger.info(
+            "%s joins run %s as rank %d of %d on %s%s",
+            *(join.worker, welcome.run, welcome.rank, welcome.world_size, device, "" if alone else travel),
+        )
+    return Membership(**vars(found), device=device, join=join, welcome=welcome, plan=plan, island=island)
 
 
 def _connect(identity: Identity, opened: contextlib.ExitStack, *, alone: bool) -> tuple[Solo | None, Channel]:
