@@ -194,7 +194,7 @@ def test_an_address_that_is_not_of_this_machine_is_an_exchange_error() -> None:
 def test_a_machine_whose_address_has_changed_is_reached_at_the_new_one(switchboard) -> None:
     members = [switchboard.member(name) for name in NAMES[:2]]
     gone = replace(members[0].join, address="203.0.113.9")
-    members[0] = replace(members[0], join=gone, towards="tcp://127.0.0.1:27400")
+    members[0] = replace(members[0], join=gone, global_address="tcp://127.0.0.1:27400")
 
     def work(rank: int) -> list[float]:
         assert probe(generation(1, 1), members[rank]) == ()

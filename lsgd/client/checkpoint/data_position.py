@@ -2,13 +2,13 @@
 
 import copy
 import logging
-import random
 import weakref
 from typing import Any, Protocol, TypeAlias, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+
+from lsgd.client.data.randomness import set_states, states
 
 logger = logging.getLogger("lsgd")
 
@@ -111,20 +111,14 @@ class DataPosition:
 
     def _drawn(self) -> dict[str, Any]:
         """Return the states of the generators that a script may draw from."""
-        name, keys, *rest = np.random.get_state(legacy=True)
-        state = {
-            "torch": torch.get_rng_state(),
-            "python": random.getstate(),
-            "numpy": (name, np.asarray(keys).tolist(), *rest),
-        }
+        of_torch, (name, keys, *rest), of_python = states()
+        state = {"torch": of_torch, "python": of_python, "numpy": (name, keys.tolist(), *rest)}
         if (device := self._device).type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(device)
         return state
 
     def _draw_from(self, state: dict[str, Any]) -> None:
-        torch.set_rng_state(state["torch"])
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
+        set_states((state["torch"], state["numpy"], state["python"]))
         if (device := self._device).type == "cuda" and "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], device)
 

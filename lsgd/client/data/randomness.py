@@ -114,12 +114,12 @@ class Apart:
     def drawing(self) -> Iterator[None]:
         """Let what is drawn here continue its own numbers."""
         script = states()
-        _set_states(self._states)
+        set_states(self._states)
         try:
             yield
         finally:
             self._states = states()
-            _set_states(script)
+            set_states(script)
 
 
 def states() -> tuple[Any, ...]:
@@ -127,7 +127,8 @@ def states() -> tuple[Any, ...]:
     return torch.default_generator.get_state(), np.random.get_state(legacy=True), random.getstate()
 
 
-def _set_states(states: tuple[Any, ...]) -> None:
+def set_states(states: tuple[Any, ...]) -> None:
+    """Put the generators to what :func:`states` has returned."""
     of_torch, of_numpy, of_python = states
     torch.default_generator.set_state(of_torch)
     np.random.set_state(of_numpy)

@@ -274,23 +274,7 @@ class Replica:
         self.algorithm.finite = finite
         commit = self.algorithm.before_forward(self.flat.buffers, group, order)
         self.algorithm.finite = None
-        return self._moving(commit)
-
-    def after_backward(self, group: WorkerGroup, order: Round) -> Commit | None:
-        """Let the algorithm complete an exchange of models that began before the forward pass; return its commit.
-
-        Raises:
-            ExchangeError: it failed.
-        """
-        return self._moving(self.algorithm.after_backward(self.flat.buffers, (), group, order))
-
-    def settle(self) -> Commit | None:
-        """Let the algorithm complete an exchange that is pending; return its commit.
-
-        Raises:
-            ExchangeError: it failed.
-        """
-        return self._moving(self.algorithm.settle(self.flat.buffers))
+        return self.moving(commit)
 
     def after_step(self) -> Commit | None:
         """Let the algorithm act after a step; return the commit of an exchange that it completes.
@@ -299,14 +283,14 @@ class Replica:
             ExchangeError: that failed.
         """
         if not self.algorithm.acts_after_step:
-            return self._moving(self.algorithm.after_step(self.flat.buffers))
+            return self.moving(self.algorithm.after_step(self.flat.buffers))
         self.flat.find()
         with self.copies.following():
             commit = self.algorithm.after_step(self.flat.buffers)
-        return self._moving(commit)
+        return self.moving(commit)
 
-    def _moving(self, commit: Commit | None) -> Commit | None:
-        """Return a commit that also lets the optimizers' copies of the weights follow.
+    def moving(self, commit: Commit | None) -> Commit | None:
+        """Return a commit of the algorithm's that also lets the optimizers' copies of the weights follow.
 
         Where it replaces a model that was not finite, the optimizers' states and the gradients would break it again.
         """

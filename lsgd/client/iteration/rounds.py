@@ -338,7 +338,7 @@ class Rounds:
     def _settle(self) -> None:
         """Land what is pending, or drop it in all processes."""
         try:
-            self._land(self._replica.settle())
+            self._land(self._replica.moving(self._replica.algorithm.settle(self._replica.flat.buffers)))
         except ExchangeError:
             self._replica.algorithm.drop_pending()
             raise
@@ -387,7 +387,9 @@ class Rounds:
 
     def _await_models(self, active: ActiveRound) -> Commit:
         """Complete an exchange of models that training has hidden."""
-        return self._replica.after_backward(active.members, active.order) or Commit()
+        replica = self._replica
+        commit = replica.algorithm.after_backward(replica.flat.buffers, (), active.members, active.order)
+        return replica.moving(commit) or Commit()
 
     def _await_gradients(self, active: ActiveRound) -> Commit:
         """Wait for the exchange of gradients."""
