@@ -20,7 +20,7 @@ from lsgd.client.groups.mirror import mirrored
 from lsgd.client.groups.reach import probe
 from lsgd.client.iteration.replica import Look, Replica
 from lsgd.errors import ExchangeError, LsgdError
-from lsgd.protocol.messages import Generation, Round, Welcome
+from lsgd.protocol.messages import Generation, Round
 
 logger = logging.getLogger("lsgd")
 
@@ -131,11 +131,6 @@ class Seat(NamedTuple):
     rank: int
     world_size: int
     part: tuple[int, int]
-
-    @classmethod
-    def expected(cls, welcome: Welcome) -> Seat:
-        """Return the seat that the servers expect a worker to have."""
-        return cls(welcome.rank, welcome.world_size, (welcome.rank, welcome.world_size))
 
     @classmethod
     def of(cls, worker: str, generation: Generation) -> Seat:

@@ -61,7 +61,8 @@ class Rounds:
         self.groups, self.download = Groups(membership), Download(replica)
         self.active: ActiveRound | None = None
         self.last, self.landing = LastRounds(), Landing(replica)
-        self.seat = Seat.expected(membership.welcome)
+        rank, world_size = membership.welcome.rank, membership.welcome.world_size
+        self.seat = Seat(rank, world_size, (rank, world_size))
         self.backward = BackwardPasses(replica.flat, replica.ddp, self._complete_gradients)
         self._membership = membership
         self._replica, self._checkpoints, self._step = replica, checkpoints, step
