@@ -166,7 +166,7 @@ def by_channel(address: str, join: Join, step_s: float, seconds: float, lookahea
         return channel.expect(lambda m: isinstance(m, Go) and m.seq == seq)
 
     channel = Channel(address, join.incarnation, START_WITHIN_S)
-    channel.signs.begin(join.worker)
+    channel.signs.live_as(join.worker)
     channel.ask(join, lambda m: isinstance(m, Welcome), what="joining", timeout_s=START_WITHIN_S)
     chance = random.Random(join.incarnation)
     who, waits_s = (join.worker, join.incarnation), []

@@ -287,7 +287,7 @@ def test_a_message_that_is_none_is_dropped(world, caplog) -> None:
 
 
 def test_a_heartbeat_comes_every_second_also_between_questions(world) -> None:
-    world.channel.signs.begin("node0/worker0")
+    world.channel.signs.live_as("node0/worker0")
     world.passes(5.5)
     world.at(8.0, go(1))
     world.ask()
@@ -298,7 +298,7 @@ def test_a_heartbeat_comes_every_second_also_between_questions(world) -> None:
 @pytest.mark.parametrize(("lease_s", "every_s"), [(15.0, 1.0), (5.0, 1.0), (2.0, 0.4), (1.0, 0.2)])
 def test_a_short_lease_has_five_heartbeats(world, lease_s: float, every_s: float) -> None:
     world.channel.signs.lease_s = lease_s
-    world.channel.signs.begin("node0/worker0")
+    world.channel.signs.live_as("node0/worker0")
     world.passes(4.9)  # with a turn each 0.1 s
     times = [seconds for seconds, message in world.got if isinstance(message, Heartbeat)]
     gaps = [after - before for before, after in itertools.pairwise(times)]

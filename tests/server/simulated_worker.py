@@ -154,7 +154,7 @@ class SimulatedWorker:
         welcome = channel.ask(self.join, lambda m: isinstance(m, Welcome), what=f"{self.name} joins")
         channel.endings.run = welcome.run
         channel.signs.lease_s, channel.patience.global_s = run.lease_s, run.server_timeout_s
-        channel.signs.begin(self.name)
+        channel.signs.live_as(self.name)
         who = (self.name, self.incarnation)
         membership = SimpleNamespace(plan=self.run.plan, welcome=welcome, island=Alone(), channel=channel, who=who)
         self.grants = GrantClient(cast(Any, membership), cast(Any, self), cast(Any, self))

@@ -99,7 +99,7 @@ class SignsOfLife:
         """From now on say every two seconds who this process is."""
         self._where = encode(where)
 
-    def begin(self, worker: str) -> None:
+    def live_as(self, worker: str) -> None:
         """From now on send heartbeats as ``worker``: every second, or five in a lease of less than five seconds."""
         self._worker = worker
 
@@ -225,7 +225,7 @@ class Channel:
             notice.began_at = notice.said_at = now
         question = Question(frames, what, timeout_s, silence_s, generation, now, notice)
         with self._changed:
-            self.patience.begin(now)
+            self.patience.renew(now)
         try:
             while True:
                 self._repeat(question)
@@ -326,7 +326,7 @@ class Channel:
                 self.relay = message.relay, message.relay_secret
             if isinstance(message, Recall):
                 self._recalled = True
-            elif not (self.endings.take(message) or isinstance(message, Waiting)):
+            elif not (self.endings.note(message) or isinstance(message, Waiting)):
                 one = next((e for e in self._expected if e.answered is None and e.answer(message)), None)
                 if one is not None:
                     one.answered = message

@@ -379,7 +379,7 @@ def _second_join(identity: Identity, why: str) -> SecondJoinError:
 
 def _welcome(channel: Channel, join: Join, timeout_s: float, shards: int) -> tuple[Welcome, Plan]:
     """Return the servers' welcome and its plan; a worker that cannot use the plan leaves, so that no one waits."""
-    channel.signs.begin(join.worker)
+    channel.signs.live_as(join.worker)
     what = f"{join.worker} waits to join"
     try:
         welcome: Welcome = _ask(channel, join, Welcome, what, timeout_s)

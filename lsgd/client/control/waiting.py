@@ -63,7 +63,7 @@ class Patience:
     global_at: float = 0.0
     reason: str = ""
 
-    def begin(self, now: float) -> None:
+    def renew(self, now: float) -> None:
         """Begin a question; what an earlier one waited for explains nothing."""
         self.local_at, self.global_at, self.reason = max(self.local_at, now), max(self.global_at, now), ""
 
@@ -111,7 +111,7 @@ class Endings:
         )
         return Waiting(0, reason, away=True)
 
-    def take(self, message: Any) -> bool:
+    def note(self, message: Any) -> bool:
         """Note what is over now; return whether the message says so. The first reason counts."""
         match message:
             case GivenUp():
