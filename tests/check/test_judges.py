@@ -119,7 +119,7 @@ def test_parts_are_right() -> None:
 @pytest.mark.parametrize("divided", [False, True])
 def test_samples_that_both_draw(divided) -> None:
     one, other = Story(0).draws([0, 2], [4, 6], divided=divided), Story(1).draws([0, 2], [5, 7], divided=divided)
-    says(judge_data(run_of(one, other)), 20, golden.text("judges.half_of_a_pass"))
+    says(judge_data(run_of(one, other)), 20, golden.text("judges.same_samples", share=50))
 
 
 def test_an_evaluation_that_all_make_of_the_same_data_is_right() -> None:
@@ -157,7 +157,7 @@ def test_data_that_repeats_itself_is_not_drawn_by_both() -> None:
             {**fact, "samples": [f"sample {row}" for row in range(20)]} if fact["kind"] == "batch" else fact
             for fact in story.facts
         ]
-    says(judge_data(run_of(one, other)), 20, golden.text("judges.whole_pass"))
+    says(judge_data(run_of(one, other)), 20, golden.text("judges.same_samples", share=100))
 
 
 def test_rows_that_are_drawn_with_replacement_are_right() -> None:
@@ -171,7 +171,7 @@ def test_a_pass_of_a_trainer_is_of_several_deals() -> None:
     right = Story(1).draws([1, 3], [5, 7], [0, 2], sampler="Endless", divided=True)
     assert is_right(judge_data(run_of(of_first, right)))
     wrong = Story(1).draws([0, 2], [5, 7], [1, 3], sampler="Endless", divided=True)
-    says(judge_data(run_of(of_first, wrong)), 20, golden.text("judges.half_of_a_pass"))
+    says(judge_data(run_of(of_first, wrong)), 20, golden.text("judges.same_samples", share=50))
 
 
 def test_samples_that_nobody_draws() -> None:

@@ -41,7 +41,7 @@ def test_two_nodes_that_can_train_together(port) -> None:
         assert code == 0, said
         assert (golden.text("doctor.is_free") in said) is (node == 0)
         assert re.search(golden.pattern("doctor.link_forth"), said)
-        assert re.search(golden.pattern("doctor.link_back"), said)
+        assert re.search(golden.pattern("doctor.link_of", one="node1", other="node0"), said)
         assert re.search(golden.pattern("doctor.all_reduce"), said)
         assert re.search(golden.pattern("doctor.period_hint"), said)
         assert said.endswith(golden.text("doctor.ready"))
@@ -142,4 +142,4 @@ def test_nodes_behind_nat_are_timed_through_the_relay() -> None:
     for said in outputs:
         assert re.search(golden.pattern("doctor.dialled"), said)
         assert re.search(golden.pattern("doctor.relayed"), said)
-        assert re.search(golden.pattern("doctor.link_direct"), said)
+        assert re.search(golden.pattern("doctor.link_of", one="node1", other="node2"), said)

@@ -24,7 +24,7 @@ MISTAKES = [
     ((*LAUNCH, "--resume", *SCRIPT), {}, "runs"),
     ((*LAUNCH, "--plan", "no.toml", *SCRIPT), {}, "the plan no.toml cannot be read"),
     ((*LAUNCH, *SCRIPT), {"LSGD_PERIODE": "4"}, "did you mean 'LSGD_PERIOD'?"),
-    ((*LAUNCH, *SCRIPT), {"LSGD_PERIOD": "often"}, golden.text("mistakes.period_is_auto")),
+    ((*LAUNCH, *SCRIPT), {"LSGD_PERIOD": "often"}, golden.text("plan.no_integer_or_auto", setting="'often'")),
     ((*LAUNCH, *SCRIPT), {"LSGD_ALGORITHM": "leadr"}, "did you mean 'leader'?"),
     ((*LAUNCH, *SCRIPT), {"LSGD_ITERATIONS": "-5"}, "is not at least 0"),
     ((*LAUNCH, *SCRIPT), {"LSGD_COMPRESSION": "zip"}, "known: float16"),

@@ -207,7 +207,7 @@ def test_the_table_of_members():
         ("outer_lr=fast", "outer_lr = 'fast' is not a number"),
         ("outer_lr", golden.text("operate.name_value_outer_lr")),
         ("closing_share=2", "closing_share = '2' is not in 0 … 0.5"),
-        ("period=automatic", golden.text("operate.period_automatic")),
+        ("period=automatic", golden.text("plan.no_integer_or_auto", setting="period = 'automatic'")),
         (
             "zzz=1",
             "zzz is unknown; known: closing_share, delay, drop_outliers, error_decay, iterations, ",

@@ -260,7 +260,9 @@ def test_the_end_of_a_generation_ends_only_what_is_of_it(world) -> None:
     world.at(1.0, GenerationOver(4, "node1/worker0 left"))
     world.at(2.0, go(2))
     assert world.ask(2, generation=5) == go(2)
-    with pytest.raises(ExchangeError, match=golden.pattern("channel.generation_over")):
+    with pytest.raises(
+        ExchangeError, match=golden.pattern("reasons.generation_over", number=4, worker="node1/worker0")
+    ):
         world.ask(1, generation=4)
     assert world.channel.generation_over(4) == "node1/worker0 left"
     assert world.channel.generation_over(5) == ""

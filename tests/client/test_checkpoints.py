@@ -230,7 +230,7 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=golden.pattern("checkpoints.other_model", path=path)):
         read(path, "other", "3 tensors")
     write(tmp_path, RUN, 1, WORKER, packed, {**ABOUT, "lsgd": "3"})
-    with pytest.raises(ConfigError, match=golden.pattern("checkpoints.other_format", path=path)):
+    with pytest.raises(ConfigError, match=golden.pattern("checkpoints.of_format", number=3, path=path)):
         read(path, "m", "")
     write(tmp_path, RUN, 1, WORKER, Packed(packed.tensors, "{"), ABOUT)
     with pytest.raises(DamagedError, match=f"{path} cannot be read"):

@@ -130,7 +130,7 @@ def test_what_a_script_changes_later_is_found_in_the_pass_where_it_counts() -> N
         assert [list(each) for each in loaders] and not servers.wrong
     loaders[1].passes._sampler.weights[:12] = 50.0
     assert [list(each) for each in loaders]
-    assert len(servers.wrong) == 1 and golden.text("data.order_of_pass_2") in servers.wrong[0]
+    assert len(servers.wrong) == 1 and golden.text("data.other_pass", number=2) in servers.wrong[0]
 
 
 kinds = st.sampled_from(["shuffle", "in order", "some", "weights", "chunks", "labels", "repeats", "groups", "secret"])

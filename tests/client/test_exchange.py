@@ -852,7 +852,9 @@ def test_a_round_of_a_generation_that_is_over_is_not_begun(switchboard) -> None:
         return [channel.generation_over(1) for channel in members.channels]
 
     until(lambda: all(told()), "the members hear of it")
-    assert [str(error) for error in members.run(members.round(2))] == [golden.text("exchange.generation_over")] * 2
+    assert [str(error) for error in members.run(members.round(2))] == [
+        golden.text("reasons.generation_over", number=1, worker="node0/worker1")
+    ] * 2
 
 
 def test_the_bytes_of_a_round_are_counted(switchboard) -> None:

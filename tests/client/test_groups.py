@@ -343,7 +343,7 @@ def test_the_end_of_a_generation_ends_the_forming_of_its_groups(switchboard) -> 
     with switchboard.ending(1, "node0/worker1 left"):
         (error,) = run(switchboard, (2,), lambda g: g.all_reduce(torch.ones(1)).wait(), missing=[1])
     assert isinstance(error, ExchangeError)
-    assert golden.text("exchange.generation_over") in str(error)
+    assert golden.text("reasons.generation_over", number=1, worker="node0/worker1") in str(error)
 
 
 def descriptors() -> int:

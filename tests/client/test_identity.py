@@ -75,7 +75,7 @@ def test_every_process_has_an_incarnation_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"LOCAL_RANK": "one"}, golden.pattern("identity.no_rank")),
+        ({"LOCAL_RANK": "one"}, golden.pattern("plan.no_integer", setting="LOCAL_RANK = 'one'")),
         ({"LSGD_LOCAL_RANK": "-1"}, "LSGD_LOCAL_RANK = '-1'"),
         ({"LSGD_DEVICE": "gpu"}, golden.pattern("identity.no_device")),
         ({"LSGD_LOCALRANK": "1"}, "LSGD_LOCALRANK is unknown.*LSGD_LOCAL_RANK"),

@@ -198,7 +198,9 @@ def test_the_end_of_a_generation_ends_the_wait_for_a_member(switchboard) -> None
     work = lambda g: g.all_reduce(torch.ones(1)).wait()  # noqa: E731
     with switchboard.ending(1, "node0/worker1 left"):
         (error,) = run_over(switchboard, (2,), work, missing=[1], transport="tcp")
-    assert isinstance(error, ExchangeError) and golden.text("exchange.generation_over") in str(error)
+    assert isinstance(error, ExchangeError) and golden.text(
+        "reasons.generation_over", number=1, worker="node0/worker1"
+    ) in str(error)
 
 
 def test_members_at_different_verbs_are_told(run) -> None:

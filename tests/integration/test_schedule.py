@@ -172,7 +172,7 @@ def test_a_resumed_script_has_the_rates_of_its_place_or_is_refused(cluster, monk
     servers, (model, optimizer) = begin(), parts()
     worker = lsgd.wrap(model, optimizer, steps=ITERATIONS)
     scheduler = warm_cosine(optimizer, ITERATIONS)
-    with pytest.raises(LsgdError, match=golden.pattern("schedulers.at_28_of_64")):
+    with pytest.raises(LsgdError, match=golden.pattern("schedulers.at", place="step 28 of 64")):
         model(torch.ones(4, 6)).square().mean().backward()
         optimizer.step()
     worker.fails(RuntimeError("as the test wants it"))

@@ -371,8 +371,8 @@ def test_a_failed_exchange_keeps_the_residuals():
     ("options", "words"),
     [
         ({"period": 10, "fragments": 4}, golden.pattern("plan.no_multiple_of_fragments")),
-        ({"period": 8, "fragments": 4, "delay": 2}, golden.pattern("plan.delay_at_most_1")),
-        ({"period": 1, "delay": 1}, golden.pattern("plan.delay_at_most_0")),
+        ({"period": 8, "fragments": 4, "delay": 2}, golden.pattern("plan.delay_at_most", limit=1)),
+        ({"period": 1, "delay": 1}, golden.pattern("plan.delay_at_most", limit=0)),
     ],
 )
 def test_settings_that_do_not_fit(options, words):

@@ -246,11 +246,14 @@ def test_settings_refuse_a_block_that_their_codec_does_not_have(settings):
     [
         ("minmx8", f"codec 'minmx8' is unknown; did you mean 'minmax8'? {KNOWN}"),
         ("", f"codec '' is unknown; {KNOWN}"),
-        ("minmax8:", golden.text("codecs.empty_parameter")),
-        ("minmax8:k=3", golden.text("codecs.k_parameter")),
+        ("minmax8:", golden.text("codecs.no_such_parameter", parameter="''", codec="minmax8", takes="block=NUMBER")),
+        (
+            "minmax8:k=3",
+            golden.text("codecs.no_such_parameter", parameter="'k=3'", codec="minmax8", takes="block=NUMBER"),
+        ),
         ("minmax8:block=-1", golden.text("codecs.negative_block")),
         ("minmax8:block=4294967296", golden.text("codecs.block_range")),
-        ("none:block=1", golden.text("codecs.no_parameter")),
+        ("none:block=1", golden.text("codecs.no_such_parameter", parameter="'block=1'", codec="none", takes="none")),
     ],
 )
 def test_a_setting_that_names_none(text, problem):

@@ -154,7 +154,7 @@ def test_no_keys_are_an_error_that_says_how_to_make_them(tmp_path) -> None:
 
 @given(st.text(max_size=200))
 def test_no_text_is_a_token_by_chance_nor_shown_in_the_error(text) -> None:
-    with pytest.raises(ConfigError, match=golden.pattern("keys.no_token_in_x")) as error:
+    with pytest.raises(ConfigError, match=golden.pattern("keys.no_token_in", name="X")) as error:
         parse_token(text, "the variable X")
     assert len(text) < 20 or text not in str(error.value)
 
@@ -219,7 +219,7 @@ class TestWhereKeysAreNeeded:
         with pytest.raises(ConfigError, match=golden.pattern("keys.other_node")):
             connector_keys(NETWORK, None, "node0", insecure=False)
         monkeypatch.setenv("LSGD_TOKEN", "lsgd1:node1:abc")
-        with pytest.raises(ConfigError, match=golden.pattern("keys.no_token")):
+        with pytest.raises(ConfigError, match=golden.pattern("keys.no_token_in", name="LSGD_TOKEN")):
             connector_keys(NETWORK, None, "node1", insecure=False)
 
     def test_on_a_node_that_has_joined_an_operator_has_its_token(self, ring, tmp_path, monkeypatch) -> None:

@@ -253,7 +253,7 @@ def test_no_segment_is_empty(monkeypatch):
 def test_seeds_differ():
     seeds = {seed_of("run", round, rank, stage, "x") for round in range(50) for rank in range(9) for stage in (0, 1)}
     assert len(seeds) == 900 and all(0 <= seed < 2**64 for seed in seeds)
-    assert seed_of("run", 1, 2) == seed_of("run", 1, 2)
+    assert seed_of("run", 1, 2) == 0xE028BE07026AD9A8  # in every process, so a run that is repeated rounds alike
 
 
 def test_stochastic_rounding_averages_out_over_members_and_rounds():

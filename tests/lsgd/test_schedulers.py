@@ -255,13 +255,13 @@ def test_a_worker_that_follows_without_a_place_is_told_how_it_gets_one(caplog) -
     bench.all.add(scheduler, None)
     bench.all.follow(Loop(0, 0, False, 0.0, float("inf")))
     bench.all.before_step(one, Loop(0, 0, False, 0.0, float("inf")))
-    assert golden.text("schedulers.at_0") in caplog.text
+    assert golden.text("schedulers.at", place="step 0") in caplog.text
     assert golden.text("schedulers.set_steps") in caplog.text
 
 
 def test_in_a_plan_with_an_end_the_place_is_a_share_of_the_run() -> None:
     one, _ = made("cosine")
-    with pytest.raises(LsgdError, match=golden.pattern("schedulers.at_half")):
+    with pytest.raises(LsgdError, match=golden.pattern("schedulers.at", place="50 % of the run")):
         Bench(one, run=run_after("cosine", 30)).all.before_step(one, loop(steps=0, middle=0.5))
 
 

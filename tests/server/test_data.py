@@ -121,7 +121,7 @@ def test_another_server_goes_on_with_what_was_said() -> None:
     bench.coordinator = Coordinator(restore(saved, bench.now + 1.0))
     check_invariants(bench.state)
     assert json.loads(json.dumps(bench.state.data.to_json())) == saved["data"]
-    assert golden.text("data.order_of_pass_3") in deal(bench, "01", 3, "other")
+    assert golden.text("data.other_pass", number=3) in deal(bench, "01", 3, "other")
 
 
 def test_a_newcomer_with_the_data_that_another_began_with_is_refused() -> None:

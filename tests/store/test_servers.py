@@ -156,8 +156,8 @@ def test_signals_between_the_run_and_the_wait_for_the_store_end_nothing(tmp_path
     run = launch(tmp_path, server, 0, "--store", server.url(0, "run"), LSGD_ITERATIONS="20", DRAWS="1")
     output, _ = run.communicate(timeout=scaled(90))
     assert run.returncode == 0, output
-    assert golden.text("store.sighup", path=tmp_path) in output
-    assert golden.text("store.sigterm", path=tmp_path) in output
+    assert golden.text("store.last_files_of", signal="SIGHUP", path=tmp_path) in output
+    assert golden.text("store.last_files_of", signal="SIGTERM", path=tmp_path) in output
     assert golden.text("store.run_has_all", path=tmp_path) in output
     count = json.loads((tmp_path / "store/run/result.json").read_text())["count"]
     assert list(tmp_path.glob(f"store/run/checkpoints/*/{count}/node0-worker0.safetensors.json"))

@@ -759,7 +759,7 @@ def test_a_terminal_that_is_closed_does_not_end_the_wait_for_the_store(ending) -
 
     ending.when_waiting = hang_up
     told = ending.finish()
-    assert told == [WAITS, HUNG_UP, TERMINATED, HUNG_UP, golden.text("store.memory_has_all")]
+    assert told == [WAITS, HUNG_UP, TERMINATED, HUNG_UP, golden.text("store.has_all", url="memory://run")]
     assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
