@@ -14,7 +14,7 @@ from tests import golden
 from .running import SCRIPTS, until
 from .test_two_nodes import finish, start
 
-ITERATIONS = 600
+ITERATIONS = 240
 PLAN = {"LSGD_ALGORITHM": "leader", "LSGD_PERIOD": "16", "LSGD_LOCAL_PERIOD": "4"}
 
 pytestmark = [
@@ -40,7 +40,7 @@ def test_the_run_ends_on_the_others_with_the_exact_count(tmp_path: Path, nodes: 
     run = {**PLAN, "NUM_GROUPS": str(nodes), "NUM_WORKERS": "1", "LSGD_ITERATIONS": str(ITERATIONS)}
     script = (str(SCRIPTS / "crash.py"), "--sleep", "0.02")
     with Testbed(nodes) as testbed:
-        dwells = ("--dwell-in-round", "6", "--until", str(tmp_path / "never"))
+        dwells = ("--dwell-in-round", "3", "--until", str(tmp_path / "never"))
         first = start(testbed.hosts[0], tmp_path, *script, *dwells, **run)
         serves = tmp_path / "node0" / "global.log"
         others = []
