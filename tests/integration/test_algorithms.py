@@ -266,7 +266,7 @@ def test_a_loop_that_a_gradient_method_cannot_serve_is_told_why(one_worker, back
     model = nn.Sequential(nn.Embedding(8, 4, sparse=sparse), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = one_worker.status()["count"]
-    with pytest.raises(error, match=re.escape(told)), Worker.join(model, optimizer) as worker:
+    with pytest.raises(error, match=told), Worker.join(model, optimizer) as worker:
         for x in worker.batches([torch.tensor([1, 2])]):
             backward(worker, model(x).sum())
             optimizer.step()
