@@ -63,10 +63,15 @@ make_environment() (
     printf '%s\n' "$wanted" >"$stamp"
 )
 
-# Without an NVIDIA driver, torch's CPU build: the other one brings gigabytes of CUDA libraries.
+# Without an NVIDIA driver, torch's CPU build: the other one brings gigabytes of CUDA libraries. uv takes half of pip's
+# time for it, and must be told of the wheels that pip knows of.
 install_cpu_torch() {
-    local pin
+    local pin from links=(${PIP_FIND_LINKS:-})
     ! command -v nvidia-smi >/dev/null && pin=$(grep '^torch==' constraints.txt) || return 0
+    for from in ${links:+--no-index} --index-url=https://download.pytorch.org/whl/cpu; do
+        UV_HTTP_RETRIES=0 UV_HTTP_TIMEOUT=10 "$python" -m uv pip install "$pin" --no-deps "$from" \
+            "${links[@]/#/--find-links=}" --python "$python" >&2 && return
+    done
     "$python" -m pip install "$pin" --no-deps --index-url https://download.pytorch.org/whl/cpu --retries 0 --timeout 10 \
         --no-compile --disable-pip-version-check >&2 || say "torch's CPU build cannot be fetched there; pip takes the one that it finds"
 }
