@@ -5,12 +5,14 @@ build/versions, and pytest runs there, lane by lane (``--lanes``): the tests of 
 first lane that depend on torch.
 Only what lsgd itself requires is old or new; what these packages require in turn is the newest that they allow, and the
 programs for the tests are those of constraints.txt. What ran with which versions goes to a file (``--json``), and from
-there into README's table (``python -m benchmarks.tables``). It is run once for each release.
+there into README's table (``python -m benchmarks.tables``). It is run once for each release; what the file has of other
+Pythons and ends stays in it, so they may run one by one.
 
 The newest torch, and old ones, come with CUDA's libraries, some gigabytes for each environment.
 ``UV_TORCH_BACKEND=cpu`` before the command takes the builds for CPUs.
 """
 
+import json
 import os
 import re
 import shutil
@@ -20,6 +22,7 @@ import time
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
 from benchmarks.report.about import about, argument_parser, heading, write_json
@@ -50,6 +53,7 @@ class Ran:
     failed: int = 0
     skipped: int = 0
     seconds: float = 0.0
+    date: str = field(default_factory=lambda: date.today().isoformat())
     failures: list[str] = field(default_factory=list)
 
     def add(self, lane: str, report: Path) -> None:
@@ -115,6 +119,13 @@ def run(python: Path, which: str, lanes: Sequence[str], jobs: int) -> Iterator[R
         yield ran
 
 
+def others(path: Path | None, results: Sequence[Ran]) -> list[Ran]:
+    """Return what a file has of other Pythons and ends than these."""
+    rows = json.loads(path.read_text())["results"] if path is not None and path.exists() else []
+    here = {(ran.which, ran.python) for ran in results}
+    return [ran for ran in (Ran(**row) for row in rows) if (ran.which, ran.python) not in here]
+
+
 def _listed(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
@@ -141,7 +152,7 @@ def main() -> int:
             before = list(results)
             for ran in run(install(python, which), which, options.lanes, options.jobs):
                 results = [*before, ran]
-                write_json(options.json, machine, results)
+                write_json(options.json, machine, [*others(options.json, results), *results])
     for ran in results:
         print(f"{ran.which}, Python {ran.python}, torch {ran.versions['torch']}: {summary_of(vars(ran))}")
         print("".join(f"    failed: {name}\n" for name in ran.failures), end="")

@@ -125,8 +125,8 @@ class TestTables:
 
     def test_readme_says_what_ran_and_that_nothing_ran_on_a_gpu(self):
         row = {"which": "oldest", "python": "3.11.2", "versions": {"torch": "2.6.0", "ray": "2.60.0"}}
-        row |= {"lanes": ["ray", "fast"], "passed": 50, "failed": 1, "skipped": 2}
-        versions = {"date": "2026-12-25", "results": [row]}
+        row |= {"lanes": ["ray", "fast"], "passed": 50, "failed": 1, "skipped": 2, "date": "2026-12-25"}
+        versions = {"date": "2026-12-26", "results": [row]}
         on_cpu = tables.support_of({**FOUND, "gpu": ""}, versions)
         assert "| the oldest that `pyproject.toml` allows: Python 3.11.2, torch 2.6.0, ray 2.60.0 | " in on_cpu
         assert "tests of ray, fast: 50 passed, 1 failed, 2 skipped on 2026-12-25" in on_cpu

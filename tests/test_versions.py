@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from benchmarks import first_steps
-from benchmarks.versions import LANES, ROOT, Ran
+from benchmarks.report.about import write_json
+from benchmarks.versions import LANES, ROOT, Ran, others
 
 THREE = """
 import pytest
@@ -31,6 +32,14 @@ def test_a_lane_is_counted_from_what_pytest_reports(tmp_path: Path) -> None:
     ran.add("fast", report)
     assert (ran.lanes, ran.passed, ran.failed, ran.skipped) == (["fast"], 1, 2, 1)
     assert ran.failures == ["test_three::test_fails", "test_three::test_cannot_begin"]
+
+
+def test_what_ran_earlier_with_other_versions_stays_in_the_file(tmp_path: Path) -> None:
+    old = [Ran("oldest", "3.11.7", {}, passed=1, date="2026-01-01"), Ran("newest", "3.12.1", {}, passed=2)]
+    write_json(tmp_path / "versions.json", {}, old)
+    again = Ran("newest", "3.12.1", {}, passed=3)
+    assert others(tmp_path / "versions.json", [again]) == old[:1]
+    assert others(None, [again]) == others(tmp_path / "none.json", [again]) == []
 
 
 def test_the_files_of_each_lane_are_there() -> None:

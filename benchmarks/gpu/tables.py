@@ -73,7 +73,7 @@ def support_of(found: Row, versions: Row) -> str:
             [
                 f"the {row['which']} that `pyproject.toml` allows: Python {row['python']}, {names}",
                 f"tests of {tests}: {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped"
-                f" on {versions['date']} (`python -m benchmarks.versions`)",
+                f" on {row['date']} (`python -m benchmarks.versions`)",
             ]
         ]
     lines += [[OTHERS, "allowed by `pyproject.toml`, not run here"]]
