@@ -269,10 +269,10 @@ def connector_keys(
 
 
 def keep_token(node: int, run_folder: Path) -> None:
-    """Keep the token of :data:`TOKEN_VARIABLE` in a run folder, if there is one: ``lsgd status`` is typed elsewhere."""
-    if text := os.environ.get(TOKEN_VARIABLE):
-        with contextlib.suppress(OSError):  # a full disk
-            write_private(token_path(node_name(node), run_folder), text)
+    """Keep the token with which a node joins in its run folder: ``lsgd status`` is typed where the variable is not."""
+    text = os.environ.get(TOKEN_VARIABLE) or read_private(token_path(node_name(node)))
+    with contextlib.suppress(OSError):  # a full disk
+        write_private(token_path(node_name(node), run_folder), text)
 
 
 def _adopted_ring(run_folder: Path) -> KeyRing | None:

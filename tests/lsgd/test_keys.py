@@ -222,16 +222,19 @@ class TestWhereKeysAreNeeded:
         with pytest.raises(ConfigError, match=golden.pattern("keys.no_token_in", name="LSGD_TOKEN")):
             connector_keys(NETWORK, None, "node1", insecure=False)
 
-    def test_on_a_node_that_has_joined_an_operator_has_its_token(self, ring, tmp_path, monkeypatch) -> None:
+    @pytest.mark.parametrize("by_variable", [True, False])
+    def test_on_a_node_that_has_joined_an_operator_has_its_token(
+        self, ring, tmp_path, monkeypatch, by_variable
+    ) -> None:
         run_folder = tmp_path / "run"
         run_folder.mkdir()
-        monkeypatch.setenv("LSGD_TOKEN", ring.token("node1"))
+        if by_variable:
+            monkeypatch.setenv("LSGD_TOKEN", ring.token("node1"))
         keep_token(1, run_folder)
-        monkeypatch.delenv("LSGD_TOKEN")
+        monkeypatch.delenv("LSGD_TOKEN", raising=False)
         monkeypatch.setenv("LSGD_KEYS", str(tmp_path / "none"))
-        keep_token(1, tmp_path)  # it has none
         kept = token_path("node1", run_folder)
-        assert kept.stat().st_mode & 0o777 == 0o600 and is_secret(kept) and not token_path("node1", tmp_path).exists()
+        assert kept.stat().st_mode & 0o777 == 0o600 and is_secret(kept)
         keys = connector_keys(NETWORK, None, "operator", insecure=False, run_folder=run_folder)
         assert keys == parse_token(kept.read_text().strip(), "token") and keys.name == "node1"
         with pytest.raises(ConfigError):
