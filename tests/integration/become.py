@@ -53,6 +53,8 @@ _modules: dict[str, ModuleType] = {}
 """lsgd's, as they were imported."""
 _copies: dict[str, ModuleType] = {}
 """The same again, for a launcher."""
+_last = ""
+"""The last of all other modules: those of lsgd come after it."""
 _path: list[str] = []
 """Where from."""
 _finalizers: "set[weakref.finalize[..., Any]]" = set()
@@ -115,15 +117,19 @@ def program_of(command: Sequence[str], environ: Mapping[str, str]) -> Program | 
 
 def remember(launcher: str = "") -> None:
     """Let the programs begin with what is imported now; a launcher with copies of its module and what that imports."""
+    global _last
     _modules.update(lsgd_modules())
+    forget_modules()
+    _last = next(reversed(sys.modules))
     if launcher:
-        forget_modules()
         importlib.import_module(launcher)
         _copies.update(lsgd_modules())
         forget_modules()
-        sys.modules.update(_modules)
+    sys.modules.update(_modules)
     _path.extend(sys.path)
     _finalizers.update(weakref.finalize._registry)  # type: ignore[attr-defined]
+    for finalizer in _finalizers:  # torch's, which take its kernels out one by one
+        finalizer.atexit = False
 
 
 def enter(host: int, *kinds: str) -> None:
@@ -240,8 +246,12 @@ def forget_modules() -> None:
 
 
 def lsgd_modules() -> dict[str, ModuleType]:
-    """Return the modules of lsgd and of the benchmarks that are imported."""
-    return {name: module for name, module in sys.modules.items() if name.split(".")[0] in ("lsgd", "benchmarks")}
+    """Return the modules of lsgd and of the benchmarks that are imported.
+
+    The others are not looked at: that writes to each, and copies its page.
+    """
+    names = itertools.takewhile(lambda name: name != _last, reversed(sys.modules))
+    return {name: sys.modules[name] for name in names if name.split(".")[0] in ("lsgd", "benchmarks")}
 
 
 def note_exit(function: Callable[..., object], *arguments: Any, **options: Any) -> Callable[..., object]:
@@ -288,8 +298,6 @@ def end_with(main: Callable[[], object]) -> NoReturn:
     """
     code = code_of(main)
     threading._shutdown()  # type: ignore[attr-defined]
-    for finalizer in _finalizers:  # torch's, which take its kernels out one by one
-        finalizer.atexit = False
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
