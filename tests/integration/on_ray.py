@@ -124,7 +124,7 @@ def main(out):
     sys.argv = ["ray_trainer.py"]
     with tempfile.TemporaryDirectory(prefix="ray") as files:
         os.environ["RAY_TMPDIR"] = files  # a folder given to the nodes alone leaves the default one missing
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         cluster.add_node(num_cpus=1)
         ray.init(address=cluster.address)
         runpy.run_path(str(EXAMPLES / "ray_trainer.py"), run_name="__main__")
