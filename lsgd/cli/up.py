@@ -1,6 +1,7 @@
 """``lsgd up``, ``lsgd peers`` and ``lsgd door``: two machines in two lines."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ import click
 
 from lsgd.cli import options
 from lsgd.node.launch import launch
+from lsgd.plan import plan
 from lsgd.protocol.ports import DEFAULT_PORT
 
 
@@ -52,6 +54,7 @@ def up_command(
     """  # noqa: D301
     if not command:
         raise click.UsageError("say what each worker runs: lsgd up -- python train.py")
+    plan.read(plan_path, os.environ, {})  # what is wrong with it is said before anybody types a code
     from lsgd.pairing.start import find_place  # the libraries for it take a while
     from lsgd.pairing.up import Wishes
 

@@ -33,6 +33,8 @@ MISTAKES = [
         {"LSGD_ALGORITHM": "bytegrad", "LSGD_PERIOD": "4"},
         "bytegrad has no setting 'period'",
     ),
+    (("up", *SCRIPT), {"LSGD_PERIODE": "4"}, "did you mean 'LSGD_PERIOD'?"),
+    (("up", "--plan", "no.toml", *SCRIPT), {}, "the plan no.toml cannot be read"),
     (("launch", "--device", "gpu", "--port", "0", *SCRIPT), {}, golden.text("mistakes.devices")),
     (("launch", "--device", "cpu", "--run-dir", "/proc/x", *SCRIPT), {}, golden.text("mistakes.no_folder")),
     (("status",), {}, golden.text("mistakes.no_run")),
