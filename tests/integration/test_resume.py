@@ -7,6 +7,7 @@ import pytest
 
 from lsgd.protocol.events import RoundOrdered
 from lsgd.run_folder import CHECKPOINTS, checkpoint_path, counts, runs
+from lsgd.server.reasons import Why
 from tests import golden
 
 from .running import Cluster, Process
@@ -145,7 +146,7 @@ def test_a_run_whose_model_is_no_number_fails_and_leaves_its_last_good_checkpoin
     worker.says(golden.pattern("resume.nonfinite_end", last=last))
     for process in (server, local):  # it left as any other does
         process.succeeds()
-    assert golden.text("resume.leaves_over") in server.output
+    assert Why.LEAVES(worker="node0/worker0", reason=Why.ALL_MADE(limit=40), done=40) in server.output
 
     server, locals_ = cluster.start("--workers", "1", *every, "--iterations", "40")
     again = cluster.worker("crash", 0, 0, **going_on(cluster))
