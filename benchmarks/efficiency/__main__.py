@@ -1,8 +1,9 @@
 """Step efficiency under faults: ``python -m benchmarks.efficiency``. Linux.
 
 Two nodes of two workers each are started by ``lsgd launch`` on this machine. A step is a timed sleep, so two cores
-suffice. Every so many seconds a worker, the global server, or all of node 1 is killed (SIGKILL); launchers start
-processes again as they do for everybody, and a killed launcher is started again after a second.
+suffice. Every so many seconds a worker, the global server, or a node with all that is on it is killed (SIGKILL); node 0
+has the global server. Launchers start processes again as they do for everybody, and a killed launcher is started again
+after a second. Or node 1 is frozen for 8 s (SIGSTOP).
 
 Efficiency: iterations that the servers counted, over those of an undisturbed training of the same time. Participation:
 members of a global round over all workers, the mean over the rounds.
@@ -13,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.efficiency.run import Measured, Run
+from benchmarks.efficiency.run import KINDS, Measured, Run
 from benchmarks.report.about import about, argument_parser, heading, write_json
 from benchmarks.report.tables import table
 from benchmarks.testbed.launch import RunFailedError
@@ -26,7 +27,7 @@ def options_of() -> argparse.Namespace:
     parser = argument_parser("benchmarks.efficiency", __doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="of each training (default: 600)")
     parser.add_argument("--every-s", type=float, nargs="+", default=[30.0, 20.0, 10.0], help="time between two kills")
-    parser.add_argument("--kill", nargs="+", choices=["worker", "server", "node"], default=["worker", "server", "node"])
+    parser.add_argument("--kill", nargs="+", choices=KINDS, default=KINDS, help="what is struck")
     parser.add_argument("--step-ms", type=float, default=100.0, help="of a worker (default: 100)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--folder", type=Path, help="a new folder for logs, kept (default: a temporary one)")
@@ -51,7 +52,7 @@ def main() -> int:
     rows: list[list[str]] = []
     try:
         for what, every_s in cases:
-            with Run(folder / f"{what or 'undisturbed'}-{every_s:g}", options.step_ms / 1e3) as run:
+            with Run(folder / f"{what.replace(' ', '') or 'undisturbed'}-{every_s:g}", options.step_ms / 1e3) as run:
                 measured.append(run.measure(options.seconds, what, every_s))
             rows.append(row(what, every_s, measured[-1], measured[0]))
             print(f"{dict(zip(COLUMNS, rows[-1], strict=True))}: {measured[-1].end}", flush=True)

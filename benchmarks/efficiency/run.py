@@ -20,15 +20,21 @@ from lsgd.errors import LsgdError
 from lsgd.plan.plan import Phase, Plan
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.messages import StatusQuery, StopRun
-from lsgd.run_folder import METRICS
+from lsgd.run_folder import METRICS, is_unfinished
 from lsgd.watch.reader import ask
 
 NODES, WORKERS = 2, 2
 """Nodes, and workers on each."""
 
+KINDS = ("worker", "server", "node", "node 0", "freeze")
+"""What can be struck: ``node`` is node 1, and ``freeze`` freezes it."""
+
 STARTS_WITHIN_S, ENDS_WITHIN_S = 120.0, 60.0
 NODE_AGAIN_S = 1.0
 """How long a killed node stays away, before whatever runs launchers (systemd, a scheduler) starts it again."""
+
+FROZEN_S = 8.0
+"""How long a node stands still."""
 
 _ASK_EVERY_S = 0.2
 
@@ -131,13 +137,18 @@ class Run:
         return [round_ for round_ in map(json.loads, lines) if round_["scope"] == "global"]
 
     def _kill(self, what: str) -> int:
-        """Kill a worker (each in turn), the global server, or a node; return whether it was there."""
+        """Strike a worker (each in turn), the global server, or a node; return whether it was there."""
         turn = next(self._turn)
-        if what == "node":
-            self._launchers[1].kill()
-            self._launchers[1].wait()
+        if what in ("node", "node 0"):
+            node = int(what == "node")
+            self._launchers[node].kill()
+            self._launchers[node].wait()
             time.sleep(NODE_AGAIN_S)
-            self._launch(1, "--resume-if-any")
+            journal = is_unfinished(self._folder / f"node{node}")
+            self._launch(node, "--resume" if journal else "--resume-if-any")
+            return 1
+        if what == "freeze":
+            self._freeze(1)
             return 1
         name = "--global" if what == "server" else f"worker{turn // NODES % WORKERS}"
         node = 0 if what == "server" else turn % NODES
@@ -148,6 +159,16 @@ class Run:
                     process.send_signal(signal.SIGKILL)
                     return 1
         return 0
+
+    def _freeze(self, node: int) -> None:
+        """Let a node stand still, with all that runs on it."""
+        launcher = psutil.Process(self._launchers[node].pid)
+        frozen = [launcher, *launcher.children(recursive=True)]
+        for order, then_s in ((signal.SIGSTOP, FROZEN_S), (signal.SIGCONT, 0.0)):
+            for process in frozen:
+                with contextlib.suppress(psutil.Error):
+                    process.send_signal(order)
+            time.sleep(then_s)
 
     def _processes(self, node: int) -> Iterator[psutil.Process]:
         with contextlib.suppress(psutil.Error):

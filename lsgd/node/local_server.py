@@ -156,6 +156,7 @@ class LocalServer:
         self._farewell = Farewell()
         self._stop = _StopOrder()
         self._refusals = Refusals()
+        self._unsent: dict[bytes, bytes] = {}  # by worker: the request that could not be forwarded
 
     @property
     def sources(self) -> tuple[Any, ...]:
@@ -253,7 +254,8 @@ class LocalServer:
         return [encode(self.following.greeting(self.stage)), *stops]
 
     def _upward(self, now: float) -> None:
-        """Forward the workers' messages in one batch."""
+        """Forward the workers' messages in one batch, after the requests for which nobody was there before."""
+        unsent, self._unsent = self._unsent, {}
         batch: list[bytes] = []
         senders: dict[bytes, bytes] = {}
         workers, listener = self.workers, self.workers.listener
@@ -280,9 +282,12 @@ class LocalServer:
                 batch.append(frame)
                 if asks:
                     senders[peer] = frame
+                    unsent.pop(peer, None)
         away = self.following.away(now)
+        batch = [*unsent.values(), *batch]
         if batch and not away and self.following.uplink.send(batch):
             return
+        self._unsent = unsent | {peer: frame for peer, frame in senders.items() if kind_of(frame) is Request}
         for peer, frame in senders.items():
             self._hold(peer, frame, away or self.following.silence(now))
 

@@ -293,7 +293,7 @@ class Connector(_Socket):
         # Queue nothing for a listener that is away: it would arrive stale.
         self._socket.setsockopt(zmq.IMMEDIATE, 1)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 200)
         if keys is not None:
             self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server)
             self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,23 @@ def test_who_waits_for_the_global_server_says_what_will_happen_or_what_to_do(bet
     between.now += SILENT_AFTER_S
     between.until(lambda: any("has been silent" in line for line in between.said), "it says so")
     assert remedy in between.said[-1]
+
+
+def test_the_last_request_that_could_not_be_forwarded_goes_up_as_soon_as_the_server_answers(between) -> None:
+    between.join()
+    for _ in range(int(SILENT_AFTER_S / TICK_S) + 2):
+        between.turn()
+    later = replace(REQUEST, seq=2, done=1)
+    for request in (REQUEST, later):
+        between.worker.send([encode(request)])
+        between.until(
+            lambda seq=request.seq: seq in [m.seq for m in between.below if isinstance(m, Waiting)], "it is held"
+        )
+    between.say(NodeWelcome("run"))
+    between.until(lambda: later in between.above, "it is carried")
+    for _ in range(3):
+        between.turn()
+    assert [m for m in between.above if isinstance(m, Request)] == [later]
 
 
 def test_late_words_over_a_connection_that_was_replaced_make_nobody_a_worker_here(between) -> None:

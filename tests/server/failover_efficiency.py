@@ -3,7 +3,8 @@
 Hosts of two workers each, the real servers, launchers and local servers. Every so many seconds one of them is struck:
 ``node``: host 1's launcher is killed with all that it has started, and is started again after a second, its workers two
 seconds later; ``node 0``: the same of host 0, where the global server is; ``machine``: host 1 dies without a word, and
-is back as late; ``freeze`` and ``cut``: host 1 stands still, or hears nobody, for 8 s. A step takes 0.1 s.
+is back as late; ``server``: only the global server is killed; ``freeze`` and ``cut``: host 1 stands still, or hears
+nobody, for 8 s. A step takes 0.1 s.
 
 Efficiency: iterations that are counted, over those of a run in which nothing happens. With it, where the rest is: how
 many seconds of a worker each fault has cost, by what those of the struck host and of the others were about instead.
@@ -52,6 +53,7 @@ FAULTS: dict[str, Callable[[World], None]] = {
     "node": _killed(1, closes=True),
     "node 0": _killed(0, closes=True),
     "machine": _killed(1, closes=False),
+    "server": lambda world: world.hosts[0].kill_server(),
     "freeze": _freeze,
     "cut": _cut,
 }
