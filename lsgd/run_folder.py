@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from lsgd.errors import ConfigError
-from lsgd.protocol.messages import Place
+from lsgd.protocol.messages import Endpoint
 
 CHECKPOINTS = "checkpoints"
 """Folder of the checkpoints, in the run folder."""
@@ -210,10 +210,10 @@ def _lock(descriptor: int, folder: Path, node: int, address: str) -> None:
             each for each in _places(os.pread(descriptor, MOST_NBYTES, 0).decode(errors="replace")) if each.node >= 0
         ]
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, _words([Place(-1, address), *before]).encode(), 0)
+        os.pwrite(descriptor, _words([Endpoint(-1, address), *before]).encode(), 0)
 
 
-def moved(folder: Path, node: int, places: Sequence[Place]) -> None:
+def moved(folder: Path, node: int, places: Sequence[Endpoint]) -> None:
     """Write into the lock of a node where the run's global server is now, and then where it may be later.
 
     Its time stays that of the launch.
@@ -225,32 +225,32 @@ def moved(folder: Path, node: int, places: Sequence[Place]) -> None:
         os.utime(path, ns=(launched.st_atime_ns, launched.st_mtime_ns))
 
 
-def followed(folder: Path, node: int) -> Place | None:
+def followed(folder: Path, node: int) -> Endpoint | None:
     """Return where the global server was that the last launcher of a node followed; None: it followed none."""
     places = known(folder, node)
     return places[0] if places and places[0].node >= 0 else None
 
 
-def known(folder: Path, node: int) -> list[Place]:
+def known(folder: Path, node: int) -> list[Endpoint]:
     """Return the places in a node's lock: the global server's (node -1: as launched), and where it may be later."""
     with suppress(OSError, UnicodeDecodeError):
         return _places((folder / f"node{node}.lock").read_text())
     return []
 
 
-def _words(places: Sequence[Place]) -> str:
+def _words(places: Sequence[Endpoint]) -> str:
     """Return the content of a lock: its process and host, and places."""
     lines = [f"{place.address} {place.node} {place.key.hex()}" for place in places]
     return f"{os.getpid()} {socket.gethostname()} " + "\n".join(lines) + "\n"
 
 
-def _places(lock: str) -> list[Place]:
+def _places(lock: str) -> list[Endpoint]:
     """Return the places in the content of a lock; those before the first that is damaged."""
-    places = list[Place]()
+    places = list[Endpoint]()
     with suppress(ValueError):
         for line in lock.splitlines():
             address, node, key = [*line.split(), ""][0 if places else 2 :][:3]
-            places.append(Place(int(node), address, bytes.fromhex(key)))
+            places.append(Endpoint(int(node), address, bytes.fromhex(key)))
     return places
 
 

@@ -110,7 +110,7 @@ class Node:
         for frames in self._link.receive():
             for peer, frame in zip(frames[::2], frames[1::2], strict=True):
                 if kind_of(frame) is Copy and isinstance(copy := decode(frame), Copy):
-                    self._copy.take(copy)
+                    self._copy.store(copy)
                 yield int(peer or 0), frame
 
     def _hello(self) -> bytes:

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from lsgd.errors import ConfigError
 from lsgd.integrations.ray_seats import RayWorker, Seats
-from lsgd.node.elsewhere import Elsewhere, Knock, dial
+from lsgd.node.candidates import Candidates, Knock, dial
 from lsgd.node.local_server import LocalServer
 from lsgd.plan.plan import Plan
 from lsgd.protocol.keys import OPERATOR, KeyRing, is_local, node_name, parse_token
@@ -191,5 +191,5 @@ def _serve_local(
         Connector(above, name, keys) as link,
     ):
         listens(listener.address)
-        elsewhere = Elsewhere(node, partial(dial, name, keys), Knock())  # nowhere: Ray starts the servers again
-        LocalServer(node, incarnation, listener, link, say=lambda text: None, elsewhere=elsewhere).run(ending)
+        candidates = Candidates(node, partial(dial, name, keys), Knock())  # nowhere: Ray starts the servers again
+        LocalServer(node, incarnation, listener, link, say=lambda text: None, candidates=candidates).run(ending)

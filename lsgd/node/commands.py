@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lsgd import processors
 from lsgd.node import gpus
-from lsgd.node.place import Place as NodePlace
+from lsgd.node.place import Place
 from lsgd.node.process import LSGD, Command, Role
 from lsgd.protocol.messages import worker_name
 from lsgd.run_folder import CHECKPOINTS, is_unfinished, runs
@@ -44,7 +44,7 @@ class LaunchSettings:
         verbose: whether details are shown, and not only written to the logs.
     """
 
-    place: NodePlace
+    place: Place
     port: int
     devices: tuple[str, ...]
     plan_path: Path | None

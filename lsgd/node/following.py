@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from lsgd import __version__
 from lsgd.node.allegiance import Allegiance, Event, State
-from lsgd.node.elsewhere import LOOK_AFTER_S, Elsewhere, Link, met
+from lsgd.node.candidates import LOOK_AFTER_S, Candidates, Link, met
 from lsgd.node.uplink import HELLO_EVERY_S, SILENT_AFTER_S, Uplink
 from lsgd.node.workers import Lines, Workers
-from lsgd.protocol.messages import PROTOCOL, Moved, NodeHello, NodeWelcome, Place, Term, WorkerHelloReply, encode
+from lsgd.protocol.messages import PROTOCOL, Endpoint, Moved, NodeHello, NodeWelcome, Term, WorkerHelloReply, encode
 from lsgd.server import succession
 from lsgd.server.copies import HeldCopy
 from lsgd.server.succession import Move
@@ -45,7 +45,7 @@ class Following:
     Args:
         who: the node.
         uplink: the connection to the server that it follows.
-        elsewhere: the other places of the run.
+        candidates: the other places of the run.
         allegiance: of the node, as it begins.
         workers: those of the node.
         lines: prints.
@@ -62,16 +62,16 @@ class Following:
         self,
         who: Identity,
         uplink: Uplink,
-        elsewhere: Elsewhere,
+        candidates: Candidates,
         allegiance: Allegiance,
         workers: Workers,
         lines: Lines,
-        when_moved: Callable[[Sequence[Place]], None],
+        when_moved: Callable[[Sequence[Endpoint]], None],
         clock: Callable[[], float],
     ) -> None:
-        self._who, self.uplink, self.elsewhere, self.allegiance = who, uplink, elsewhere, allegiance
+        self._who, self.uplink, self.candidates, self.allegiance = who, uplink, candidates, allegiance
         self._workers, self._lines, self._clock = workers, lines, clock
-        self._when_moved, self._told = when_moved, list[Place]()
+        self._when_moved, self._told = when_moved, list[Endpoint]()
         self.copy = HeldCopy()
         self.relay = ("", b"")
 
@@ -81,12 +81,12 @@ class Following:
 
     def next_terms(self) -> tuple[Term, ...]:
         """Return the terms of the run with the one in which this node serves next."""
-        return succession.successor(self.elsewhere.terms, self._who.node)
+        return succession.successor(self.candidates.terms, self._who.node)
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[Endpoint]:
         """Where the run is served, and then where it may be later."""
-        served, *others = self.elsewhere.places
+        served, *others = self.candidates.places
         return [replace(served, address=self.uplink.address), *others]
 
     @property
@@ -104,21 +104,21 @@ class Following:
 
     def away(self, now: float) -> str:
         """Return a line about a global server that does not answer, or an empty text if it does."""
-        return self.uplink.away(now, self.allegiance, self.elsewhere.standbys)
+        return self.uplink.away(now, self.allegiance, self.candidates.standbys)
 
     def silence(self, now: float) -> str:
         """Return a line about how long it has been silent, and what to do."""
-        return self.uplink.silence(now, self.allegiance, self.elsewhere.standbys)
+        return self.uplink.silence(now, self.allegiance, self.candidates.standbys)
 
     def complain(self, now: float) -> bool:
         """Print now and then that it does not answer; return whether that is so now."""
-        if line := self.uplink.complaint(now, self.allegiance, self.elsewhere.standbys):
+        if line := self.uplink.complaint(now, self.allegiance, self.candidates.standbys):
             self._lines.complain(line)
         return bool(line)
 
     def close(self) -> None:
         """End the connections to global servers: to the one that this node follows, and to others."""
-        self.elsewhere.close()
+        self.candidates.close()
         self.uplink.link.close()
 
     def look(self, now: float, stage: int) -> None:
@@ -126,14 +126,14 @@ class Following:
 
         While this node's own server answers, it alone decides what follows from another one.
         """
-        silent_s, elsewhere = self.uplink.silent_s(now), self.elsewhere
+        silent_s, candidates = self.uplink.silent_s(now), self.candidates
         self.allegiance = self.allegiance.at(now, silent_s, LOOK_AFTER_S)
         state, could_serve = self.allegiance.state, bool(self._who.place and self.copy.number)
         looks_s = max(silent_s, LOOK_AFTER_S) if state.searches else silent_s
-        for place, link, welcome in list(elsewhere.hear(now, looks_s, self.hello(stage, looks=True))):
-            moves = succession.move(elsewhere.term, welcome.terms)
-            if elsewhere.run and welcome.run != elsewhere.run:
-                moves = Move.ANEW if welcome.run == elsewhere.other else Move.STAY
+        for place, link, welcome in list(candidates.hear(now, looks_s, self.hello(stage, looks=True))):
+            moves = succession.move(candidates.term, welcome.terms)
+            if candidates.run and welcome.run != candidates.run:
+                moves = Move.ANEW if welcome.run == candidates.other else Move.STAY
             if place.node == self._who.node and not self._is_to_serve(now):
                 continue
             if state is not State.SERVING or silent_s >= SILENT_AFTER_S:
@@ -142,7 +142,7 @@ class Following:
                     self._follow(place, link, welcome, now, anew=moves is Move.ANEW)
                     return
             elif moves is Move.STAY:
-                link.send([encode(elsewhere.mine())])
+                link.send([encode(candidates.mine())])
             else:
                 self.uplink.send([encode(met(welcome, place))])
         if could_serve:
@@ -150,16 +150,16 @@ class Following:
 
     def _claim(self, now: float, silent_s: float) -> None:
         """Take over if it is this node's turn; no more if the old server's host has answered since."""
-        before, elsewhere, address, node = self.allegiance, self.elsewhere, self.uplink.address, self._who.node
+        before, candidates, address, node = self.allegiance, self.candidates, self.uplink.address, self._who.node
         if before.state is State.CLAIMING:
-            if not before.stranger and elsewhere.answers(now, before.since) and not elsewhere.is_next(silent_s, True):
+            if not before.stranger and candidates.answers(now, before.since) and not candidates.is_next(silent_s, True):
                 self.upon(Event.VAIN)
                 self._lines.complain(f"the host of {address} answers: node{node} does not take over yet")
             return
         waits = before.state is State.UNABLE and now - before.since < SERVE_AGAIN_S
         if waits or not before.may(Event.DUE):
             return
-        if not elsewhere.is_next(silent_s, False if before.stranger else elsewhere.answers(now)):
+        if not candidates.is_next(silent_s, False if before.stranger else candidates.answers(now)):
             return
         self.upon(Event.DUE)
         if before.state is not State.UNABLE:
@@ -175,14 +175,14 @@ class Following:
         claims, silent_s = self.allegiance, self.uplink.silent_s(now)
         if claims.state is not State.CLAIMING:
             return False
-        answers = False if claims.stranger else self.elsewhere.answers(now, claims.since)
-        return self.elsewhere.is_next(silent_s - HELLO_EVERY_S, answers)
+        answers = False if claims.stranger else self.candidates.answers(now, claims.since)
+        return self.candidates.is_next(silent_s - HELLO_EVERY_S, answers)
 
-    def _follow(self, place: Place, link: Link, welcome: NodeWelcome, now: float, *, anew: bool) -> None:
+    def _follow(self, place: Endpoint, link: Link, welcome: NodeWelcome, now: float, *, anew: bool) -> None:
         """Follow another server; ``anew``: the workers' work is not part of its run, so they join as newcomers."""
         node = self._who.node
         self.uplink.follow(link)
-        self.elsewhere.take(place)
+        self.candidates.take(place)
         self.upon(Event.UP if place.node == node else Event.FOLLOW)
         serves = f"node{node} serves the run from now on: it " * (place.node == node)
         term = welcome.terms[-1].number
@@ -191,16 +191,16 @@ class Following:
             link.send([encode(self.copy.offer())])
         if anew:
             reason = f"the run continues at node{place.node}, without what was learned here since the cut"
-            self._workers.dismiss(reason, {self.elsewhere.run, welcome.run})
+            self._workers.dismiss(reason, {self.candidates.run, welcome.run})
         self._welcomed(welcome, now)
 
     def _welcomed(self, welcome: NodeWelcome, now: float) -> None:
-        self.elsewhere.welcomed(welcome, self.uplink.address)
+        self.candidates.welcomed(welcome, self.uplink.address)
         standbys = [place.node for place in welcome.places[1:]]
         if standbys and self._who.node not in standbys:  # a copy that gets old is worse than none
             self.copy = HeldCopy()
-        if welcome.places and self.elsewhere.places != self._told:
-            self._told = self.elsewhere.places
+        if welcome.places and self.candidates.places != self._told:
+            self._told = self.candidates.places
             self._when_moved(self.places)
         self.uplink.heard_at = now
         if welcome.relay and (welcome.relay, welcome.relay_secret) != self.relay:
@@ -211,20 +211,20 @@ class Following:
         """Look where the run continues, because the server of this node has given up."""
         if self.allegiance.may(Event.GIVES_WAY):
             self._lines.complain(moved.reason)
-        self.elsewhere.add(moved.place, moved.other)
+        self.candidates.add(moved.place, moved.other)
         self.upon(Event.GIVES_WAY)
 
     def welcome(self, welcome: NodeWelcome, now: float) -> None:
         """Take a welcome from the server that this node follows, or from another one in its place."""
         if self._is_strange(welcome):
             return
-        if welcome.run != self.elsewhere.run:
+        if welcome.run != self.candidates.run:
             self._lines.say(f"connected to the global server at {self.uplink.address}, run {welcome.run}")
         self._heard(welcome, now)
 
     def _is_strange(self, welcome: NodeWelcome) -> bool:
         """Whether a server has begun another run in its server's place, and this node can continue its own."""
-        own, may = self.elsewhere.run, self.allegiance.may(Event.STRANGER)
+        own, may = self.candidates.run, self.allegiance.may(Event.STRANGER)
         if own in ("", welcome.run) or not self.copy.number or not may:
             return False
         if not self.allegiance.stranger:
@@ -237,14 +237,14 @@ class Following:
 
     def _heard(self, welcome: NodeWelcome, now: float) -> None:
         """Note that the global server lives, unless it is one of an earlier term that was replaced."""
-        same = welcome.run == self.elsewhere.run
-        if same and welcome.terms and welcome.terms[-1] < self.elsewhere.term:
+        same = welcome.run == self.candidates.run
+        if same and welcome.terms and welcome.terms[-1] < self.candidates.term:
             return
         claims = self.allegiance.state is State.CLAIMING
         own = claims and bool(welcome.terms) and welcome.terms[-1].node == self._who.node  # it has served here before
         if own and not self._is_to_serve(now):
             return
-        anew = same and succession.move(self.elsewhere.term, welcome.terms) is Move.ANEW
+        anew = same and succession.move(self.candidates.term, welcome.terms) is Move.ANEW
         self.upon(Event.UP if own else Event.WELCOME)
         if claims and not own:
             address = self.uplink.address

@@ -25,8 +25,7 @@ from lsgd.errors import ConfigError, RunOverError
 from lsgd.node import storing
 from lsgd.node.commands import LaunchSettings, log_of, worker_commands
 from lsgd.node.node import Node
-from lsgd.node.place import NAME_WITHIN_S, resolve
-from lsgd.node.place import Place as NodePlace
+from lsgd.node.place import NAME_WITHIN_S, Place, resolve
 from lsgd.node.process import Process, Role
 from lsgd.node.screen import LAUNCHER, Screen
 from lsgd.node.stages import Serving, Stages, show_result
@@ -46,7 +45,7 @@ from lsgd.protocol.keys import (
     parse_token,
     token_path,
 )
-from lsgd.protocol.messages import Place
+from lsgd.protocol.messages import Endpoint
 from lsgd.protocol.ports import hold, port_of
 from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.socket_folder import SOCKET_NAME, socket_folder
@@ -139,7 +138,7 @@ def exit_code(status: int, starter: str) -> int:
 def _run(
     settings: LaunchSettings,
     network: str,
-    known: Sequence[Place],
+    known: Sequence[Endpoint],
     keys: ConnectorKeys | None,
     serving: Serving | None,
     environ: dict[str, str],
@@ -167,7 +166,7 @@ def _run(
         own = own_lines(Transcript(screen, name, log_of(settings, name), -1, False, again=settings.resume), reading)
         stages = Stages(settings, network, keys, serving, environ, held, listener, screen, *own)
         opened.callback(stages.close)
-        first = stages.begin([Place(0, network, keys.server if keys else b""), *(p for p in known if p.node >= 0)])
+        first = stages.begin([Endpoint(0, network, keys.server if keys else b""), *(p for p in known if p.node >= 0)])
         commands = [*first.commands, *worker_commands(settings, local, environ)]
         node = Node(
             name,
@@ -191,7 +190,7 @@ def _run(
     return node.conclude(), node.serves
 
 
-def _network_address(place: NodePlace, port: int, held: ExitStack) -> str:
+def _network_address(place: Place, port: int, held: ExitStack) -> str:
     """Return where the global server listens; on node 0, ``held`` holds the port from now on."""
     if port == 0 and place.nodes > 1:
         raise ConfigError("port 0 (any free port) works for one node only; with more, every node must know the port")

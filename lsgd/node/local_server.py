@@ -10,7 +10,7 @@ from typing import Any
 from lsgd import __version__
 from lsgd.errors import ProtocolError
 from lsgd.node.allegiance import Allegiance, Event, State
-from lsgd.node.elsewhere import Elsewhere, Link
+from lsgd.node.candidates import Candidates, Link
 from lsgd.node.farewell import Farewell, Parting
 from lsgd.node.following import Following, Identity
 from lsgd.node.uplink import Uplink
@@ -19,6 +19,7 @@ from lsgd.protocol.messages import (
     PROTOCOL,
     Completed,
     Copy,
+    Endpoint,
     Failed,
     GivenUp,
     Join,
@@ -29,7 +30,6 @@ from lsgd.protocol.messages import (
     NodeWelcome,
     Over,
     Pause,
-    Place,
     Refused,
     Request,
     RunOver,
@@ -111,7 +111,7 @@ class LocalServer:
         workers: number of workers on this node.
         place: address where this node could start a global server; empty: nowhere.
         serves: whether it begins with the global server of a new run, or of one that goes on.
-        elsewhere: the other places of the run.
+        candidates: the other places of the run.
         when_moved: as in :class:`lsgd.node.following.Following`.
         clock: returns seconds that never go back.
         stages: whether its owner begins the next stage of the run when :attr:`next_is_due`.
@@ -137,8 +137,8 @@ class LocalServer:
         note: Callable[[str], None] | None = None,
         place: str = "",
         serves: bool = False,
-        elsewhere: Elsewhere,
-        when_moved: Callable[[Sequence[Place]], None] = lambda places: None,
+        candidates: Candidates,
+        when_moved: Callable[[Sequence[Endpoint]], None] = lambda places: None,
         clock: Callable[[], float] = time.monotonic,
         stages: bool = False,
         former: "LocalServer | None" = None,
@@ -151,7 +151,7 @@ class LocalServer:
         self.workers: Workers = Workers(listener, self._lines, workers, self._now, former.workers if former else None)
         begins = Allegiance(State.SERVING if serves else State.FOLLOWING, self._now)
         uplink = Uplink(link, node, self._now)
-        self.following = Following(self._who, uplink, elsewhere, begins, self.workers, self._lines, when_moved, clock)
+        self.following = Following(self._who, uplink, candidates, begins, self.workers, self._lines, when_moved, clock)
         self.failure = ""
         self._farewell = Farewell()
         self._stop = _StopOrder()
@@ -162,7 +162,7 @@ class LocalServer:
     def sources(self) -> tuple[Any, ...]:
         """What to poll, for :data:`TICK_S` at most; then call :meth:`turn`. It changes when the run moves."""
         following = self.following
-        return self.workers.listener, following.uplink.link, self.workers.processes, *following.elsewhere.links
+        return self.workers.listener, following.uplink.link, self.workers.processes, *following.candidates.links
 
     @property
     def allegiance(self) -> Allegiance:
@@ -190,13 +190,13 @@ class LocalServer:
     @property
     def stage(self) -> int:
         """Which stage of the run it carries, from 1; 0: it does not know yet."""
-        run = self.following.elsewhere.run
+        run = self.following.candidates.run
         return self.of_run.number or (stage_of(run) if run else 0)
 
     @property
     def next_run(self) -> str:
         """The identity of the run's next stage."""
-        return stage_name(self.following.elsewhere.run, self.stage + 1)
+        return stage_name(self.following.candidates.run, self.stage + 1)
 
     @property
     def next_is_due(self) -> bool:
@@ -360,9 +360,9 @@ class LocalServer:
         if self.allegiance.stranger:
             return
         match message:
-            case Copy(run) if following.elsewhere.run in ("", run):  # it comes before the welcome of a new run
-                following.copy.take(message)
-            case Moved(run) if following.elsewhere.run in ("", run):
+            case Copy(run) if following.candidates.run in ("", run):  # it comes before the welcome of a new run
+                following.copy.store(message)
+            case Moved(run) if following.candidates.run in ("", run):
                 following.gives_way(message)
             case Status():
                 self._stop.heard_by = following.uplink.link

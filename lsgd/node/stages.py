@@ -11,8 +11,8 @@ from pathlib import Path
 
 from lsgd import run_folder
 from lsgd.errors import ConfigError, ProtocolError
+from lsgd.node.candidates import Candidates, Knock, dial
 from lsgd.node.commands import LaunchSettings, observer_commands, server_commands
-from lsgd.node.elsewhere import Elsewhere, Knock, dial
 from lsgd.node.local_server import LocalServer
 from lsgd.node.node import Stage
 from lsgd.node.panel import Panel
@@ -21,7 +21,7 @@ from lsgd.node.process import Command, Role
 from lsgd.node.screen import LAUNCHER, Screen, show
 from lsgd.protocol.credentials import place_of
 from lsgd.protocol.keys import KeyRing, adopted_folder, node_name
-from lsgd.protocol.messages import Place
+from lsgd.protocol.messages import Endpoint
 from lsgd.protocol.ports import hold, hold_or_any, port_of
 from lsgd.protocol.sockets import ConnectorKeys, Listener, keys_for
 from lsgd.run_folder import JOURNAL
@@ -100,7 +100,7 @@ class Stages:
             self._local.following.close()
         self._knock.close()
 
-    def begin(self, places: Sequence[Place]) -> Stage:
+    def begin(self, places: Sequence[Endpoint]) -> Stage:
         """Return what this node has for its first stage; ``places``: where the run is served, and may be later."""
         servers = self._serving.servers(*self._serving.first) if self._serving else {}
         return self._stage(servers, places, self._settings.workers)
@@ -130,14 +130,14 @@ class Stages:
     def _stage(
         self,
         servers: Mapping[str, Sequence[str]],
-        places: Sequence[Place],
+        places: Sequence[Endpoint],
         workers: int,
         former: LocalServer | None = None,
     ) -> Stage:
         settings, keys = self._settings, self._keys
         node, incarnation = settings.place.node, secrets.randbits(63)
         connect = partial(dial, f"{node_name(node)}#{incarnation}".encode(), keys)
-        own = Place(node, self._offer, keys.public if keys else b"") if self._offer else None
+        own = Endpoint(node, self._offer, keys.public if keys else b"") if self._offer else None
         server = self._local = LocalServer(
             *(node, incarnation, self._listener, connect(places[0]), workers),
             say=(lambda words: None) if node == 0 else self._say,  # the global server's lines are here
@@ -145,7 +145,7 @@ class Stages:
             note=(lambda words: None) if node == 0 else self._note,
             place=self._offer,
             serves=bool(servers),
-            elsewhere=Elsewhere(node, connect, self._knock, own, places),
+            candidates=Candidates(node, connect, self._knock, own, places),
             when_moved=partial(run_folder.moved, settings.run_dir, node),
             stages=True,
             former=former,

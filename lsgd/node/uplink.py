@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from lsgd.node.allegiance import Allegiance
-from lsgd.node.elsewhere import Link
+from lsgd.node.candidates import Link
 
 HELLO_EVERY_S = 1.0
 

@@ -316,7 +316,7 @@ class Term:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Endpoint:
     """Where a node serves, or could: its address, and its public key; empty where no keys are needed."""
 
     node: int
@@ -365,7 +365,7 @@ class NodeWelcome:
     run: str
     terms: tuple[Term, ...] = ()
     count: int = 0
-    places: tuple[Place, ...] = ()
+    places: tuple[Endpoint, ...] = ()
     beaten: tuple[Term, ...] = ()
     relay: str = ""
     relay_secret: bytes = field(default=b"", repr=False)
@@ -382,7 +382,7 @@ class Meet:
     run: str
     terms: tuple[Term, ...]
     count: int
-    place: Place
+    place: Endpoint
     beaten: tuple[Term, ...] = ()
     nodes: tuple[int, ...] = ()
 
@@ -395,7 +395,7 @@ class Moved:
     """
 
     run: str
-    place: Place
+    place: Endpoint
     reason: str
     other: str
 

@@ -13,14 +13,14 @@ import click
 from lsgd import __version__
 from lsgd.built import described
 from lsgd.errors import ConfigError
-from lsgd.node.elsewhere import Elsewhere, Knock, dial
+from lsgd.node.candidates import Candidates, Knock, dial
 from lsgd.node.local_server import LocalServer
 from lsgd.plan.options import plan_options
 from lsgd.plan.plan import Plan, read
 from lsgd.plan.run import RunSettings
 from lsgd.protocol.credentials import place_of
 from lsgd.protocol.keys import connector_keys, is_local, listener_keys, node_name
-from lsgd.protocol.messages import Place
+from lsgd.protocol.messages import Endpoint
 from lsgd.protocol.ports import DEFAULT_PORT
 from lsgd.protocol.processes import raise_descriptor_limit
 from lsgd.protocol.sockets import Listener, default_local_address
@@ -223,15 +223,15 @@ def _serve_local(
     incarnation = secrets.randbits(63)
     connect = partial(dial, f"node{node}#{incarnation}".encode(), keys)
     with Listener(address) as listener:
-        first = Place(0, global_address, keys.server if keys else b"")
+        first = Endpoint(0, global_address, keys.server if keys else b"")
         link = connect(first)
         say(
             f"lsgd {__version__} local server of node{node} on {listener.address}, for the global server at "
             f"{global_address}; workers find it with: LSGD_LOCAL={listener.address}"
         )
         knock = Knock()
-        elsewhere = Elsewhere(node, connect, knock, first=[first])
-        local = LocalServer(node, incarnation, listener, link, workers, elsewhere=elsewhere)
+        candidates = Candidates(node, connect, knock, first=[first])
+        local = LocalServer(node, incarnation, listener, link, workers, candidates=candidates)
         try:
             return local.run(signals)
         finally:

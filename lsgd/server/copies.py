@@ -38,8 +38,8 @@ class HeldCopy:
         """What a greeting says: the last copy's number; negative if rounds in between were lost."""
         return -self.number if self._lacks_rounds else self.number
 
-    def take(self, copy: Copy) -> None:
-        """Take the state of a copy, and its rounds if none before them is missing here.
+    def store(self, copy: Copy) -> None:
+        """Store the state of a copy, and its rounds if none before them is missing here.
 
         Raises:
             ProtocolError: it is damaged.

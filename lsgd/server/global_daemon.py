@@ -467,7 +467,7 @@ class GlobalDaemon:
         if not before.tenure.took_over:
             return
         held = HeldCopy()
-        held.take(copy)
+        held.store(copy)
         saved, rounds = held.load()
         try:
             state = restore(taken_over(saved, before.tenure.terms), now)

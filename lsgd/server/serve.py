@@ -10,7 +10,7 @@ from lsgd.output import write_whole
 from lsgd.plan.plan import Plan
 from lsgd.protocol.credentials import run_certificate, secret_of_relay, secret_of_run
 from lsgd.protocol.keys import KeyRing, is_local
-from lsgd.protocol.messages import Place
+from lsgd.protocol.messages import Endpoint
 from lsgd.protocol.sockets import Listener
 from lsgd.server.coordinator import Coordinator
 from lsgd.server.daemon import Ending, complain, say, tell
@@ -73,7 +73,7 @@ def serve_global(
         record = Record(results, state.run) if results else None
         standbys = None
         if state.plan.run.failover == "auto":
-            own = Place(state.tenure.term.node, listener.address, keys.public if keys else b"")
+            own = Endpoint(state.tenure.term.node, listener.address, keys.public if keys else b"")
             standbys = Standbys(own, keys.listed if keys else None)
         with closing(Inputs(results)) as inputs:
             return GlobalDaemon(coordinator, listener, journal, record, standbys=standbys, inputs=inputs).run(ending)

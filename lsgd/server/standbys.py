@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from lsgd.protocol.messages import MAX_NBYTES, Copy, NodeHello, Place
+from lsgd.protocol.messages import MAX_NBYTES, Copy, Endpoint, NodeHello
 from lsgd.server.journal import KEEP_EVERY_S
 from lsgd.server.state import RunState
 
@@ -52,7 +52,7 @@ class _Standby:
     """
 
     peer: bytes
-    place: Place
+    place: Endpoint
     incarnation: int
     heard_at: float
     number: int = 0
@@ -94,7 +94,7 @@ class Standbys:
         trouble: reason why there are no standbys; empty if there may be.
     """
 
-    def __init__(self, place: Place, allowed: Callable[[], Mapping[str, bytes]] | None = None) -> None:
+    def __init__(self, place: Endpoint, allowed: Callable[[], Mapping[str, bytes]] | None = None) -> None:
         self.place = place
         self.trouble = ""
         self._allowed = allowed
@@ -120,14 +120,14 @@ class Standbys:
             for offer in self._offers.values():
                 offer.begin_anew(now)
         if known is None or known.incarnation != hello.incarnation:
-            place = Place(hello.node, hello.place, key)
+            place = Endpoint(hello.node, hello.place, key)
             known = self._offers[hello.node] = _Standby(peer, place, hello.incarnation, -math.inf, moved_at=now)
         if now - known.heard_at > HEARD_S:  # it may be a standby from now on
             self._chosen_at = -math.inf
         known.peer, known.heard_at = peer, now
         known.has(hello.copied, now)
 
-    def places(self, state: RunState, now: float) -> tuple[Place, ...]:
+    def places(self, state: RunState, now: float) -> tuple[Endpoint, ...]:
         """Return the places of this server and of its standbys."""
         return (self.place, *(standby.place for standby in self._choose(state, now)))
 

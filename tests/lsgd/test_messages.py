@@ -16,6 +16,7 @@ from lsgd.protocol.fields import MAX_ITEMS, build, values_of
 from lsgd.protocol.messages import (
     MAX_NBYTES,
     PROTOCOL,
+    Endpoint,
     EventsQuery,
     Generation,
     Go,
@@ -23,7 +24,6 @@ from lsgd.protocol.messages import (
     Join,
     Message,
     NodeHello,
-    Place,
     Refused,
     Request,
     Round,
@@ -71,8 +71,8 @@ def any_of(cls: type) -> st.SearchStrategy[Any]:
 
 
 by_type[tuple[Term, ...]] = st.lists(st.builds(Term, integers, integers), max_size=3).map(tuple)
-by_type[Place] = any_of(Place)
-by_type[tuple[Place, ...]] = st.lists(any_of(Place), max_size=3).map(tuple)
+by_type[Endpoint] = any_of(Endpoint)
+by_type[tuple[Endpoint, ...]] = st.lists(any_of(Endpoint), max_size=3).map(tuple)
 places = st.lists(st.tuples(integers, integers), max_size=4).map(sorted)
 by_type[Generation] = st.builds(Generation.of, integers, places, texts)
 by_type[Round] = any_of(Round)
@@ -176,8 +176,8 @@ WRONG: dict[Any, list[Any]] = {
     tuple[bytes, ...]: ["no", [1]],
     dict[str, bytes]: [[], None, {"a": "1"}, {b"a": b"1"}],
     tuple[Term, ...]: [1, [1], None],
-    tuple[Place, ...]: [1, [1], None],
-    Place: [None, 1, "a"],
+    tuple[Endpoint, ...]: [1, [1], None],
+    Endpoint: [None, 1, "a"],
     Generation: [None, 1, "a"],
     Round | None: [1, "a", {}],
     wants.Want: [None, 1, "a", [], [5], [-1], ["0"], [True]],
@@ -328,7 +328,7 @@ def test_nothing_of_the_module_is_left_out_of_this_test() -> None:
     declared = {
         value for value in vars(messages).values() if dataclasses.is_dataclass(value) and isinstance(value, type)
     }
-    assert declared == {*CLASSES, Generation, Round, Term, Place, messages.FromWorker}
+    assert declared == {*CLASSES, Generation, Round, Term, Endpoint, messages.FromWorker}
 
 
 def test_the_parts_of_the_data_count_those_who_take_no_part() -> None:

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from lsgd.errors import ConfigError
-from lsgd.node.elsewhere import Elsewhere
+from lsgd.node.candidates import Candidates
 from lsgd.node.farewell import LAST_LEAVE_WITHIN_S, LEAVE_WITHIN_S
 from lsgd.node.local_server import LocalServer
 from lsgd.node.uplink import SILENT_AFTER_S
 from lsgd.protocol.messages import (
     LOOP_ENDED,
     PROTOCOL,
+    Endpoint,
     GivenUp,
     Join,
     Leave,
@@ -28,7 +29,6 @@ from lsgd.protocol.messages import (
     NodeHello,
     NodeWelcome,
     Over,
-    Place,
     Refused,
     Request,
     RunOver,
@@ -66,7 +66,7 @@ class Between:
         self.said: list[str] = []
         self.now = 1000.0
         self.complained: list[str] = []
-        elsewhere = Elsewhere(3, lambda place: self.worker, lambda address, now, since: None)
+        candidates = Candidates(3, lambda place: self.worker, lambda address, now, since: None)
 
         def complain(text: str) -> None:
             self.said.append(text)
@@ -79,7 +79,7 @@ class Between:
             link,
             say=self.said.append,
             complain=complain,
-            elsewhere=elsewhere,
+            candidates=candidates,
             clock=lambda: self.now,
         )
         self.above: list[object] = []
@@ -149,7 +149,7 @@ def test_a_node_whose_processes_do_not_join_says_so_every_minute(between) -> Non
 @pytest.mark.parametrize(
     ("places", "remedy"),
     [
-        ((Place(0, "tcp://10.0.0.1:1"), Place(1, "tcp://10.0.0.2:1")), golden.text("node.node1_serves")),
+        ((Endpoint(0, "tcp://10.0.0.1:1"), Endpoint(1, "tcp://10.0.0.2:1")), golden.text("node.node1_serves")),
         ((), golden.text("node.restart_journal")),
     ],
 )
@@ -262,7 +262,7 @@ class TestStages:
             *(3, 5, between.workers, between.server.following.uplink.link),
             say=between.said.append,
             complain=between.said.append,
-            elsewhere=between.server.following.elsewhere,
+            candidates=between.server.following.candidates,
             clock=lambda: between.now,
             stages=True,
         )
@@ -302,7 +302,7 @@ class TestStages:
             *(3, 6, open.workers, former.following.uplink.link),
             say=open.said.append,
             complain=open.said.append,
-            elsewhere=Elsewhere(3, lambda place: open.worker, lambda address, now, since: None),
+            candidates=Candidates(3, lambda place: open.worker, lambda address, now, since: None),
             clock=lambda: open.now,
             stages=True,
             former=former,

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from lsgd.errors import ConfigError, JoinError, RunOverError, ServerLostError
 from lsgd.node.allegiance import State
-from lsgd.node.elsewhere import Elsewhere, Link
+from lsgd.node.candidates import Candidates, Link
 from lsgd.node.local_server import LocalServer
 from lsgd.node.node import Node
 from lsgd.node.process import Command, Role, Running
 from lsgd.protocol.messages import (
+    Endpoint,
     Go,
-    Place,
     Stop,
     Term,
     Upward,
@@ -165,7 +165,7 @@ class Host:
         self.cannot_serve, self.failed = False, 0
         self.refuses = False  # while it is not alive: whether its system says that nobody listens
         self.closed: list[bytes] = []  # connections to its global server
-        self.place = Place(index, f"tcp://10.0.0.{index + 1}:1")
+        self.place = Endpoint(index, f"tcp://10.0.0.{index + 1}:1")
         self.server: GlobalDaemon | None = None
         self.journals = {"journal": MemoryJournal(), "of others": MemoryJournal()}
         self.inbox: deque[tuple[bytes, list[bytes]]] = deque()
@@ -178,7 +178,7 @@ class Host:
     @property
     def terms(self) -> tuple[Term, ...]:
         """Those of the server that it follows."""
-        return self.local.following.elsewhere.terms
+        return self.local.following.candidates.terms
 
     @property
     def serves(self) -> bool:
@@ -255,7 +255,7 @@ class Host:
             complain=self.says,
             place=self.place.address,
             serves=self.index == 0,
-            elsewhere=Elsewhere(self.index, dial, self.knock, self.place, [first]),
+            candidates=Candidates(self.index, dial, self.knock, self.place, [first]),
             clock=lambda: world.now,
         )
         self.local.workers.processes = cast(Any, self.listener)

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 
-from lsgd.node.elsewhere import KNOCK_WITHIN_S
-from lsgd.protocol.messages import Place
+from lsgd.node.candidates import KNOCK_WITHIN_S
+from lsgd.protocol.messages import Endpoint
 from lsgd.server.global_daemon import GlobalDaemon
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ SYN_AGAIN_S = 1.0
 class MemoryLink:
     """A connection from a host to the global server at a place, once it is made."""
 
-    def __init__(self, host: Host, place: Place, name: str) -> None:
+    def __init__(self, host: Host, place: Endpoint, name: str) -> None:
         self.host, self.address, self.name = host, place.address, name
         self.arrived: deque[list[bytes]] = deque()
         self.open = True
@@ -75,7 +75,7 @@ class MemoryLink:
 
 
 class MemoryKnock:
-    """Tries to connect as :class:`lsgd.node.elsewhere.Knock` does: twice, and then the host is away."""
+    """Tries to connect as :class:`lsgd.node.candidates.Knock` does: twice, and then the host is away."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

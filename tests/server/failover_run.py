@@ -277,7 +277,7 @@ class World:
         if len(servers) != 1 or any(h.alive and h.ended_at < math.inf for h in self.hosts):
             return False
         term, alive = servers[0]._state.tenure.terms[-1], [h for h in self.hosts if h.alive]
-        if any(h.local.following.elsewhere.term != term or h.claims for h in alive):
+        if any(h.local.following.candidates.term != term or h.claims for h in alive):
             return False
         return [h.index for h in alive if h.serves] == [term.node]
 
@@ -312,7 +312,7 @@ class World:
         running = {h.index: h.server._state for h in self.hosts if h.server}
         servers = {index: (state.tenure.terms, state.ledger.count) for index, state in running.items()}
         waits = [waits_for(s._state, self.now) for s in self.serving()]
-        follows = {h.index: h.local.following.elsewhere.term for h in self.hosts if h.alive}
+        follows = {h.index: h.local.following.candidates.term for h in self.hosts if h.alive}
         lines = [line for line in self.lines if "been silent" not in line and "answers at" not in line]
         notes = [f"{index}: {note}" for index, note in self.notes[-25:]]
         ends = {

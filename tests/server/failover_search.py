@@ -173,7 +173,7 @@ def _stop_other_parts(world: World, stopped: Host) -> None:
     world.until(lambda: world.is_over or world.now > stopped.ended_at + TAKES_OVER_WITHIN_S, 900.0)
     for server in world.serving():
         term = server._state.tenure.terms[-1]
-        if term != stopped.local.following.elsewhere.term and not server._state.stopping:
+        if term != stopped.local.following.candidates.term and not server._state.stopping:
             _signal(world.hosts[term.node])
 
 

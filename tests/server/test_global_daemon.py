@@ -21,13 +21,13 @@ from lsgd.protocol.messages import (
     MAX_NBYTES,
     PROTOCOL,
     ChangeSettings,
+    Endpoint,
     Get,
     Go,
     Left,
     NodeHello,
     NodeLeave,
     NodeWelcome,
-    Place,
     Put,
     Refused,
     Request,
@@ -289,7 +289,7 @@ def test_a_server_that_takes_over_answers_nobody_before_its_own_node_follows_it(
     monkeypatch.setattr("lsgd.server.global_daemon.say", lambda text: None)
     link, seconds = Answers(), itertools.count(1.0)
     state = RunState(make_plan(), "run", tenure=Tenure((Term(1, 0), Term(2, 1)), took_over=True))
-    standbys = Standbys(Place(1, "tcp://10.0.0.2:1"))
+    standbys = Standbys(Endpoint(1, "tcp://10.0.0.2:1"))
     daemon = GlobalDaemon(Coordinator(state), cast(Listener, link), standbys=standbys, watches_memory=False)
 
     def are_welcome(**said: bytes) -> list[str]:

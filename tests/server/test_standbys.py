@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lsgd.errors import ProtocolError
-from lsgd.protocol.messages import PROTOCOL, Copy, NodeHello, Place
+from lsgd.protocol.messages import PROTOCOL, Copy, Endpoint, NodeHello
 from lsgd.server import standbys as module
 from lsgd.server.copies import HeldCopy
 from lsgd.server.journal import capture
@@ -24,7 +24,7 @@ class Copied:
 
     def __init__(self, bench: Bench, nodes: int = 3, keys: dict[str, bytes] | None = None) -> None:
         self.bench, self.keys = bench, keys
-        self.standbys = Standbys(Place(0, "tcp://10.0.0.1:1"), None if keys is None else lambda: self.keys or {})
+        self.standbys = Standbys(Endpoint(0, "tcp://10.0.0.1:1"), None if keys is None else lambda: self.keys or {})
         self.held = {f"node{node}".encode(): HeldCopy() for node in range(1, nodes + 1)}
         self.sent: list[tuple[bytes, Copy]] = []
         for node in range(1, nodes + 1):
@@ -49,7 +49,7 @@ class Copied:
         self.sent = list(self.standbys.copies(self.bench.state, self.now, self.captured))
         for peer, copy in self.sent:
             if peer not in lost:
-                self.held[peer].take(copy)
+                self.held[peer].store(copy)
         return [peer for peer, _ in self.sent]
 
     def passes(self, seconds: float) -> None:
@@ -156,7 +156,7 @@ def test_a_server_that_gives_up_leaves_all_it_knows() -> None:
     bench = started("00", "10", period=1, local_period=1)
     copied = Copied(bench, 1)
     rounds(bench, 2)
-    copied.held[b"node1"].take(copied.standbys.whole(bench.state, copied.now, copied.captured))
+    copied.held[b"node1"].store(copied.standbys.whole(bench.state, copied.now, copied.captured))
     assert copied.is_whole(b"node1")
 
 
@@ -209,7 +209,7 @@ def test_with_keys_only_nodes_in_the_list_are_standbys_and_a_new_list_is_sent() 
     copied = Copied(bench, 3, KEYS)
     assert copied.turn() == [b"node1", b"node2"]
     assert copied.held[b"node1"].allowed == KEYS and copied.held[b"node1"].certificate == b"PEM"
-    assert copied.standbys.places(bench.state, copied.now)[2] == Place(2, "tcp://10.0.0.3:1", KEYS["node2"])
+    assert copied.standbys.places(bench.state, copied.now)[2] == Endpoint(2, "tcp://10.0.0.3:1", KEYS["node2"])
     copied.keys = {**KEYS, "operator": b"3" * 32}
     copied.greet(1)
     copied.turn()
@@ -232,7 +232,7 @@ def test_damaged_copies_are_refused() -> None:
         held = HeldCopy()
         values: dict[str, Any] = {"certificate": copy.certificate, "allowed": copy.allowed}
         try:
-            held.take(Copy(copy.run, copy.number, damaged(copy.state), copy.after, damaged(copy.rounds), **values))
+            held.store(Copy(copy.run, copy.number, damaged(copy.state), copy.after, damaged(copy.rounds), **values))
             held.load()
         except ProtocolError:
             refused += 1

@@ -9,13 +9,13 @@ from lsgd.protocol import wants
 from lsgd.protocol.messages import (
     PROTOCOL,
     ChangeSettings,
+    Endpoint,
     Evicted,
     GenerationOver,
     Go,
     Heartbeat,
     Meet,
     NodeHello,
-    Place,
     Request,
     StopRun,
     Term,
@@ -199,7 +199,7 @@ def test_what_was_ordered_holds_after_a_newer_copy_too(stops: bool, monkeypatch)
     bench = started("00", "10", period=1, local_period=1)
     old = json.loads(json.dumps(capture(bench.state, bench.now)))
     bench.ask_all("00", "10")
-    newer = Standbys(Place(1, "")).whole(bench.state, bench.now, partial(capture, bench.state, bench.now))
+    newer = Standbys(Endpoint(1, "")).whole(bench.state, bench.now, partial(capture, bench.state, bench.now))
     state = restore(taken_over(old, successor((ONE,), 1)), bench.now)
     daemon = GlobalDaemon(Coordinator(state), MemoryListener(None))
     if stops:
@@ -275,7 +275,7 @@ def test_a_run_that_has_not_begun_may_move_too() -> None:
 def other(
     count: int, *terms: Term, run: str = "run", beaten: tuple[Term, ...] = (), nodes: tuple[int, ...] = ()
 ) -> Meet:
-    return Meet(run, terms, count, Place(1, "tcp://10.0.0.2:1"), beaten, nodes)
+    return Meet(run, terms, count, Endpoint(1, "tcp://10.0.0.2:1"), beaten, nodes)
 
 
 def test_two_parts_meet_and_one_gives_up_loudly() -> None:

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from lsgd.cli.commands import main
 from lsgd.errors import JoinError
 from lsgd.node.panel import Panel
-from lsgd.protocol.messages import Moved, Place, encode
+from lsgd.protocol.messages import Endpoint, Moved, encode
 from lsgd.protocol.sockets import Listener, wait_for
 from lsgd.watch.reader import Reader
 from tests import golden
@@ -24,7 +24,7 @@ SAID = "the other part has more. The run continues on node1, at tcp://10.0.0.2:2
 @pytest.fixture
 def moved() -> Iterator[str]:
     """Return the address of a server that says where the run continues, whatever it is asked."""
-    answer = encode(Moved("r", Place(1, "tcp://10.0.0.2:27400"), "the other part has more", "r"))
+    answer = encode(Moved("r", Endpoint(1, "tcp://10.0.0.2:27400"), "the other part has more", "r"))
     listener, ended = Listener("tcp://127.0.0.1:0"), threading.Event()
 
     def serve() -> None:

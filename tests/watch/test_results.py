@@ -14,7 +14,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
 from lsgd.cli.commands import main
-from lsgd.protocol.messages import Place
+from lsgd.protocol.messages import Endpoint
 from lsgd.run_folder import claimed, moved
 from lsgd.watch import curve, results
 from tests import golden
@@ -212,7 +212,7 @@ def test_runs_are_listed_newest_first_with_what_became_of_them(tmp_path, monkeyp
         os.utime(folder / name / "node0.lock", (10_000 - 100 * age,) * 2)
     with claimed(folder / "moved", 0, "tcp://127.0.0.1:9"):
         os.utime(folder / "moved" / "node0.lock", (3, 3))
-        moved(folder / "moved", 0, [Place(2, "tcp://127.0.0.2:9")])  # to another node, and it began when it began
+        moved(folder / "moved", 0, [Endpoint(2, "tcp://127.0.0.2:9")])  # to another node, and it began when it began
     os.utime(folder / "by-hand" / "result.json", (1, 1))
     with claimed(folder / long, 0, "tcp://127.0.0.1:9"):
         lines = listed()

@@ -38,7 +38,7 @@ class Solo:
     """
 
     def __init__(self, environ: Mapping[str, str], identity: Identity) -> None:
-        from lsgd.node.elsewhere import Elsewhere, Knock, dial  # only where a script runs alone
+        from lsgd.node.candidates import Candidates, Knock, dial  # only where a script runs alone
         from lsgd.node.local_server import LocalServer
         from lsgd.server.coordinator import Coordinator
         from lsgd.server.daemon import Ending, silence
@@ -58,8 +58,8 @@ class Solo:
         run = stage_name(new_run(), max([identity.stage, *map(stage_of, saved)]))
         coordinator = Coordinator(open_run(replace(plan, run=replace(plan.run, workers=1)), None, run=run))
         self._endings = Ending(), Ending()
-        elsewhere = Elsewhere(0, partial(dial, b"node0#1", None), Knock())  # nowhere: the servers end with the script
-        local = LocalServer(0, 1, workers, link, elsewhere=elsewhere)
+        candidates = Candidates(0, partial(dial, b"node0#1", None), Knock())  # nowhere: the servers end with the script
+        local = LocalServer(0, 1, workers, link, candidates=candidates)
         both = GlobalDaemon(coordinator, listener, watches_memory=False).run, local.run
 
         def serve(run: Callable[[Ending], int], ending: Ending) -> None:

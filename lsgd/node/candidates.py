@@ -10,7 +10,7 @@ from typing import Protocol
 
 from lsgd.errors import ConfigError, ProtocolError
 from lsgd.protocol.credentials import place_of
-from lsgd.protocol.messages import Meet, NodeHello, NodeWelcome, Place, Term, decode, encode
+from lsgd.protocol.messages import Endpoint, Meet, NodeHello, NodeWelcome, Term, decode, encode
 from lsgd.protocol.sockets import Connector, ConnectorKeys, keys_for
 from lsgd.server.succession import takes_over
 
@@ -32,12 +32,12 @@ _Server = tuple[int, bytes]
 """A server as one looks for it: its node and its key. Node 0 has one as it is launched, one when it takes over."""
 
 
-def dial(name: bytes, keys: ConnectorKeys | None, place: Place) -> Connector:
+def dial(name: bytes, keys: ConnectorKeys | None, place: Endpoint) -> Connector:
     """Connect to a global server under ``name``, with the place's key."""
     return Connector(place.address, name, keys_for(keys, place.key))
 
 
-def met(welcome: NodeWelcome, place: Place) -> Meet:
+def met(welcome: NodeWelcome, place: Endpoint) -> Meet:
     """Return what the server at a place serves, for another one that it meets, from its welcome."""
     return Meet(welcome.run, welcome.terms, welcome.count, place, welcome.beaten, welcome.nodes)
 
@@ -116,7 +116,7 @@ class Knock:
         self._socket = None
 
 
-class Elsewhere:
+class Candidates:
     """The other places of a run: whom a node looks for, what it hears, and when it serves the run itself.
 
     Args:
@@ -136,10 +136,10 @@ class Elsewhere:
     def __init__(
         self,
         node: int,
-        dial: Callable[[Place], Link],
+        dial: Callable[[Endpoint], Link],
         knock: Callable[[str, float, float], bool | None],
-        own: Place | None = None,
-        first: Iterable[Place] = (),
+        own: Endpoint | None = None,
+        first: Iterable[Endpoint] = (),
     ) -> None:
         self.run = ""
         self.terms: tuple[Term, ...] = ()
@@ -148,12 +148,12 @@ class Elsewhere:
         self._knock = knock
         self._first = [*first, own] if own else [*first]
         self._here = _server(self._first[0]) if self._first else None
-        self._known: dict[_Server, Place] = {}
+        self._known: dict[_Server, Endpoint] = {}
         self.standbys: tuple[int, ...] = ()
         self._links: dict[_Server, Link] = {}
         self._looked_at: dict[_Server, float] = {}
         self._last: NodeWelcome | None = None
-        self._served: Place | None = None
+        self._served: Endpoint | None = None
         self.other = ""
         self._begin_anew()
 
@@ -173,7 +173,7 @@ class Elsewhere:
         return list(self._links.values())
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[Endpoint]:
         """The place of the server that this node follows, if it says that, and others where the run may be later."""
         served = [self._served] if self._served else []
         return [*served, *(place for place in self._known.values() if place not in served)]
@@ -189,13 +189,13 @@ class Elsewhere:
         if welcome.places:
             self._served = served = welcome.places[0]
             if served.address.partition("://")[2].startswith(("0.0.0.0", "[::]")):
-                self._served = Place(served.node, address, served.key)
+                self._served = Endpoint(served.node, address, served.key)
                 self._note(self._served)
         self.standbys = tuple(place.node for place in welcome.places[1:])
         if not self.serves:
             self._forget(self._links)
 
-    def add(self, place: Place, run: str) -> None:
+    def add(self, place: Endpoint, run: str) -> None:
         """Look at another place, too, where this run continues, or another one that this node joins instead."""
         self._note(place)
         self.other = run
@@ -206,10 +206,10 @@ class Elsewhere:
         for place in self._first:
             self._note(place)
 
-    def _note(self, place: Place) -> None:
+    def _note(self, place: Endpoint) -> None:
         self._known[_server(place)] = place
 
-    def hear(self, now: float, silent_s: float, hello: NodeHello) -> Iterator[tuple[Place, Link, NodeWelcome]]:
+    def hear(self, now: float, silent_s: float, hello: NodeHello) -> Iterator[tuple[Endpoint, Link, NodeWelcome]]:
         """Look at other places if it is time, with this greeting; yield the welcomes that have come from servers there.
 
         Args:
@@ -241,7 +241,7 @@ class Elsewhere:
         rank = [*self.standbys, self._node].index(self._node)
         return self._served is not None and takes_over(rank, silent_s, answers)
 
-    def take(self, place: Place) -> None:
+    def take(self, place: Endpoint) -> None:
         """Keep the connection to a place no more: it is the one to the server that this node follows."""
         self._here = server = _server(place)
         del self._links[server], self._looked_at[server]
@@ -269,7 +269,7 @@ class Elsewhere:
             self._looked_at.pop(server, None)
 
 
-def _server(place: Place) -> _Server:
+def _server(place: Endpoint) -> _Server:
     return place.node, place.key
 
 
