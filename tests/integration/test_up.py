@@ -118,7 +118,7 @@ def machines(number: int, folder: Path, *, multicast: bool) -> Iterator[list[Mac
 
 def test_two_lines_and_a_code_and_the_second_time_two_lines(tmp_path: Path) -> None:
     with machines(2, tmp_path, multicast=True) as (alpha, beta):
-        first = alpha.up(LSGD_ITERATIONS="600", LSGD_ALGORITHM="local")
+        first = alpha.up(LSGD_ITERATIONS="2500", LSGD_ALGORITHM="local")
         code = first.says(golden.pattern("pairing.code_of_this_machine"))
         second = beta.up()
         second.says(golden.pattern("pairing.type_here_or_there"))
@@ -138,7 +138,7 @@ def test_two_lines_and_a_code_and_the_second_time_two_lines(tmp_path: Path) -> N
         assert (first.ends(), again.ends()) == (0, 0), first.output + again.output
         (result,) = alpha.folder.glob("runs/*/result.json")
         shares = [member["done"] for member in json.loads(result.read_text())["members"]]
-        assert sum(shares) == 600 and len(shares) == 2
+        assert sum(shares) == 2500 and len(shares) == 2
         kept = [path for machine in (alpha, beta) for path in machine.folder.glob("config/lsgd/*/*")]
         assert {path.stat().st_mode & 0o777 for path in kept} == {0o600}
 
