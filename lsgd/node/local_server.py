@@ -255,7 +255,9 @@ class LocalServer:
 
     def _upward(self, now: float) -> None:
         """Forward the workers' messages in one batch, after the requests for which nobody was there before."""
-        unsent, self._unsent = self._unsent, {}
+        # Who is gone makes no round wait.
+        unsent = {peer: frame for peer, frame in self._unsent.items() if peer in self.workers.here}
+        self._unsent = {}
         batch: list[bytes] = []
         senders: dict[bytes, bytes] = {}
         workers, listener = self.workers, self.workers.listener

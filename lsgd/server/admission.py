@@ -134,7 +134,7 @@ def refuse(state: RunState, member: Member, reason: Reason) -> None:
 
 def node_leaves(state: RunState, node: int, reason: Reason) -> None:
     """Let the members of a node leave."""
-    state.gathering.announced.pop(node, None)
+    state.gathering.leaves(node)
     for member in [m for m in state.roster.members.values() if m.join.node == node]:
         state.roster.dismiss(member, reason)
         if member.state in (MemberState.HELD, MemberState.CUT, MemberState.FINISHED, MemberState.PAUSED):

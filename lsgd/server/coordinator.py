@@ -192,6 +192,7 @@ class Coordinator:
         if away_s > state.silence_s / 2:  # this process itself was frozen: the members were not silent
             for member in state.roster.members.values():
                 member.heard_at += away_s
+                member.held_at += away_s
                 member.spent = None  # whether it is still here is not known
             state.progress.moved_at += away_s
             state.tenure.began_at = now

@@ -73,7 +73,10 @@ def settle(
     ``round_id``: the last one that it has completed; ``skips``: why it will not complete the one that it is in, None if
     it may yet; ``lacking``: as in :class:`Completed`.
     """
-    state.ledger.settle(member, done, state.roster.queues, stopping=bool(state.stopping))
+    roster = state.roster
+    state.ledger.settle(
+        member, done, roster.queues, state.limit, roster.members.values(), stopping=bool(state.stopping)
+    )
     if member.rank < 0 or state.phases.schedule.identical:
         settle_own(state, member)
     if round_id > member.record.committed:
@@ -89,13 +92,18 @@ def use(state: RunState, member: Member, done: int, keep: int = 0) -> None:
         settle_own(state, member)
 
 
+def without_the_gone(state: RunState) -> None:
+    """Count no longer what those that have left have made since their last global round: others make it again."""
+    for member in state.roster.left.values():
+        lose_own(state, member)
+
+
 def goes_on(state: RunState, *, final: bool) -> None:
     """Note that a global round is made without those that have left, or are no members of the generation.
 
     After a ``final`` one there is no later round for what they have learned.
     """
-    for member in state.roster.left.values():
-        lose_own(state, member)
+    without_the_gone(state)
     for member in state.roster.members.values():
         if member.rank < 0:
             falls_behind(state, member)

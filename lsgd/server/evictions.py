@@ -4,6 +4,7 @@ Why somebody is back in the rounds is in :mod:`lsgd.server.next_step`, and :clas
 when a link keeps one out. This file implements rules 9, 10 and 11 at the top of :mod:`lsgd.server.coordinator`.
 """
 
+import math
 from collections.abc import Collection, Sequence
 
 from lsgd.server import endings
@@ -88,10 +89,11 @@ def _cost_too_much(state: RunState) -> set[Member]:
     roster, now = state.roster, state.now
     missed = {m for m in roster.members.values() if m.live and now - m.heard_at > state.missed_s}
     held = [m for m in roster.within(MemberState.HELD) if m not in missed]
-    if not missed or len(held) + len(missed) < roster.live:
+    step_s = state.phases.pace.step_s
+    if not missed or len(held) + len(missed) < roster.live or not math.isfinite(step_s):
         return set()
     waited_s = sum(now - m.held_at for m in held)
-    return missed if waited_s > sum(m.unshared for m in missed) * state.phases.pace.step_s else set()
+    return missed if waited_s > sum(m.unshared for m in missed) * step_s else set()
 
 
 def hear_again(state: RunState, member: Member) -> None:

@@ -122,9 +122,10 @@ class _Door:
 
     def challenged_at(self, hello: NodeHello, now: float) -> float:
         """Return since when a server greets in the name of a node that is known."""
-        if self.challengers.get(hello.node, (0, now))[0] != hello.incarnation:
-            self.challengers[hello.node] = (hello.incarnation, now)
-        return self.challengers[hello.node][1]
+        challenger = self.challengers.get(hello.node)
+        if challenger is None or challenger[0] != hello.incarnation:
+            challenger = self.challengers[hello.node] = (hello.incarnation, now)
+        return challenger[1]
 
     def refuses(self, hello: NodeHello) -> bool:
         """Note that a server is refused, which greets until it has heard that; return whether it was not before."""

@@ -97,22 +97,39 @@ class Ledger:
         for member in members:
             member.account.granted += 1
 
-    def settle(self, member: Member, done: int, queues: Mapping[int, NodeQueue], *, stopping: bool) -> None:
+    def settle(
+        self,
+        member: Member,
+        done: int,
+        queues: Mapping[int, NodeQueue],
+        limit: float,
+        members: Iterable[Member],
+        *,
+        stopping: bool,
+    ) -> None:
         """Count what a member has done, and give its unused grant back to the run's queue and its node's.
 
-        For one outside the generation, the next global round recounts what is left. ``queues``: by node.
+        The run's queue takes no more of it than is left to ``limit``: a member that was set aside after a restart may
+        have been granted what others had made. For one outside the generation, the next global round recounts what is
+        left. ``queues``: by node.
         """
         self.use(member, done)
         if member.granted and member.rank >= 0 and not stopping:
             self.tokens += member.granted
             queues[member.join.node].tokens += member.granted
             self.released = True
+            member.account.granted = 0
+            self.shorten(limit, members)
         member.account.granted = 0
 
     def use(self, member: Member, done: int, keep: int = 0) -> None:
-        """Count what a member has done; take it from its grant except the last ``keep``, then from the run's queue."""
+        """Count what a member has done; take it from its grant except the last ``keep``, then from the run's queue.
+
+        What no grant covers was made before the server was restarted, if anything was unheard then.
+        """
         made, uncovered = member.account.use(done, keep)
         self.count += made
+        self.unheard -= min(uncovered, self.unheard)
         self.tokens = max(0.0, self.tokens - uncovered)
 
     def revoke(self, member: Member) -> None:
@@ -141,8 +158,8 @@ class Ledger:
         self.tokens = 0.0
 
     def shorten(self, limit: float, members: Iterable[Member]) -> None:
-        """Withdraw what a changed limit does not cover."""
-        left = limit - self.count - sum(m.granted for m in members)
+        """Withdraw what the limit does not cover, one that was changed, say."""
+        left = limit - self.count - self.unheard - sum(m.granted for m in members)
         self.tokens = max(0.0, min(self.tokens, left))
 
     def go_back(self, count: int) -> None:

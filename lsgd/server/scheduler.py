@@ -97,6 +97,7 @@ def _carry_out(state: RunState, step: next_step.Step) -> None:
             _order(state, "global", members, state.roster.queues.values(), final=True)
         case next_step.Serve(stretch, leaving, tokens):
             _begin_stretch(state, stretch, leaving)
+            endings.without_the_gone(state)  # the tokens are for that, too
             state.ledger.begin_round([], tokens, state.roster.queues.values(), math.inf)
             _serve_held(state)
         case _:

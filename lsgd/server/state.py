@@ -72,7 +72,7 @@ class Outbox:
 
 @dataclass(slots=True, eq=False)
 class Gathering:
-    """Who comes before the run begins.
+    """Who comes: before the run begins, and in a name that another one has.
 
     Args:
         first: name of the worker that saves for all, fixed when the run begins.
@@ -93,9 +93,10 @@ class Gathering:
 
     def claimed_since(self, join: Join, now: float) -> float:
         """Return since when this process, the last one to do so, claims the name of a member."""
-        if self.claims.get(join.worker, (0, 0.0))[0] != join.incarnation:
-            self.claims[join.worker] = (join.incarnation, now)
-        return self.claims[join.worker][1]
+        claim = self.claims.get(join.worker)
+        if claim is None or claim[0] != join.incarnation:
+            claim = self.claims[join.worker] = (join.incarnation, now)
+        return claim[1]
 
     def complete(self, now: float, first: str) -> None:
         """Note that enough have joined: from now on the run waits for their first requests."""
@@ -111,6 +112,12 @@ class Gathering:
             self.servers[node] = server
             self.changes.count += 1
         return before != server
+
+    def leaves(self, node: int) -> None:
+        """Forget a node that has left the run."""
+        self.announced.pop(node, None)
+        if self.servers.pop(node, None) is not None:
+            self.changes.count += 1
 
     def missing(self, run: RunSettings, here: Container[str], most: int = 4) -> str:
         """Name the nodes that have not connected and the workers not ``here``, as far as that is known."""

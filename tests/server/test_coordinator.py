@@ -146,10 +146,11 @@ def test_a_worker_whose_name_is_not_that_of_its_place_is_refused() -> None:
     assert bench.say(replace(greeting(1, 0), index=7))["10"] == [Refused(reason)]
 
 
-def test_two_living_workers_of_one_name_are_refused() -> None:
+@pytest.mark.parametrize("number", [2, 0])
+def test_two_living_workers_of_one_name_are_refused(number: int) -> None:
     bench = Bench("00", workers=2)
     bench.incarnations.pop("00")
-    twin = greeting(0, 0, 2)
+    twin = greeting(0, 0, number)
     (contested,) = bench.say(twin)["00"]
     assert contested == Waiting(
         0,

@@ -75,8 +75,13 @@ anything = st.builds(
 )
 
 
+GONE_BEFORE_THE_REST = Faults(lose=0.02, double=0.1, pause=0.02, unused_pause=0.1, leave=0.01, last=0.02, crash=0.01)
+"""What two that left have made is in no model, and the rest is too small for a round of all."""
+
+
 @simulated
 @given(queues, periods, lookaheads, seeds, anything, st.integers(0, 5))
+@example([3, 2, 3, 3, 3], (16, 4), 1, 1, GONE_BEFORE_THE_REST, 2)
 def test_anything_may_go_wrong(
     sizes: list[int], periods: tuple[int, int], lookahead: int, seed: int, faults: Faults, latecomers: int
 ) -> None:

@@ -234,7 +234,8 @@ class Answers(MemoryListener):
         return True
 
 
-def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(monkeypatch) -> None:
+@pytest.mark.parametrize("number", [2, 0])
+def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(monkeypatch, number) -> None:
     monkeypatch.setattr("lsgd.server.global_daemon.say", lambda text: None)
     link, seconds = Answers(), itertools.count(1.0)
     state = RunState(make_plan(workers=1), "run")
@@ -246,17 +247,18 @@ def test_a_second_node_of_the_same_index_is_refused_while_the_first_is_there(mon
         daemon.turn(next(seconds))
         return link.sent.pop(peer, [])
 
-    alpha, beta = hello(host="alpha"), hello(incarnation=2, host="beta")
+    alpha, beta = hello(host="alpha"), hello(incarnation=number, host="beta")
     assert isinstance(answers(b"node0#1", alpha)[0][1], NodeWelcome)
-    strange = encode(NodeLeave(0, 2, "a stranger's word"))
-    assert answers(b"node0#2", beta, strange) == []  # the first may have died
+    second = b"node0#%d" % number
+    strange = encode(NodeLeave(0, number, "a stranger's word"))
+    assert answers(second, beta, strange) == []  # the first may have died
     assert isinstance(answers(b"node0#1", alpha)[0][1], NodeWelcome)
-    ((_, refused),) = answers(b"node0#2", beta)
+    ((_, refused),) = answers(second, beta)
     assert isinstance(refused, Refused)
     assert golden.text("server.index_taken") in refused.reason
     for _ in range(2):  # the answer may be lost
         assert answers(b"node0#1", encode(NodeLeave(0, 1, "done"))) == [(b"", Left())]
-    assert isinstance(answers(b"node0#2", beta)[0][1], NodeWelcome)
+    assert isinstance(answers(second, beta)[0][1], NodeWelcome)
 
 
 def test_a_node_whose_connection_has_closed_is_replaced_at_once(monkeypatch, tmp_path) -> None:

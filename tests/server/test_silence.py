@@ -231,6 +231,27 @@ def test_a_restarted_server_leaves_those_of_a_dead_launcher_out_once_the_others_
     assert isinstance(bench.join("10", 2)["10"][0], Welcome)
 
 
+def test_what_others_have_made_before_a_restart_is_not_granted_once_more_to_who_was_left_out() -> None:
+    bench = trained("00", "01", "02", "10", iterations=18, lookahead=0)
+    for node in (0, 1):
+        bench.say(hello(node, 1))
+    bench.coordinator = Coordinator(restore(json.loads(json.dumps(capture(bench.state, bench.now))), bench.now))
+    assert (bench.ledger.count, bench.ledger.unheard) == (4, 12)
+    frozen = bench.incarnations.pop("10")
+    bench.say(hello(0, 1))
+    bench.say(hello(1, 2))
+    for place in ("00", "01", "02"):
+        bench.done[place] += 2
+        bench.ask(place)
+    bench.tick(2.0)
+    assert state_of(bench, "10") == {MemberState.SILENT} and member(bench, "10").granted == 4
+    bench.incarnations["10"] = frozen
+    bench.done["10"] += 2
+    bench.ask("10")
+    assert bench.ledger.count == 16
+    assert 1 <= sum(m.granted for m in bench.roster.members.values()) + bench.ledger.tokens <= 2
+
+
 @pytest.mark.parametrize("moved", [False, True])
 def test_until_a_restarted_server_has_heard_everybody_the_lease_decides(moved: bool) -> None:
     bench = trained(*PLACES)
