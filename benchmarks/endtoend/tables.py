@@ -34,7 +34,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], target_loss: float | None = None
     rows = [{"optimizer": "task", "learning_rate_times": 1.0, **row} for row in rows]
     references = {name_of(row): name_of({**row, "method": REFERENCE}) for row in rows}
     runs = pd.DataFrame([{**row, **_reached(row, target_loss), "method": name_of(row)} for row in rows])
-    runs = runs.drop(columns=["link", "curve", "optimizer", "learning_rate_times"], errors="ignore")
+    runs = runs.drop(columns=["link", "curve", "parts", "optimizer", "learning_rate_times"], errors="ignore")
     never = ["seconds_to_target", "steps_to_target"]
     runs[never] = runs[never].astype(float).fillna(math.inf)
     runs["final_loss"] = runs["final_loss"].astype(float)  # older results have none

@@ -58,7 +58,8 @@ def test_each_failure_is_its_own_and_shows_what_is_waited_for(tmp_path: Path) ->
     (tmp_path / "tests" / "integration").mkdir(parents=True)
     for path in (*TESTS.glob("[!t]*.py"), *TESTS.glob("integration/[!t]*.py")):
         shutil.copy(path, tmp_path / path.relative_to(TESTS.parent))
-    shutil.copytree(TESTS / "integration" / "light", tmp_path / "tests" / "integration" / "light")
+    for folder in ("sentences", "integration/light"):
+        shutil.copytree(TESTS / folder, tmp_path / "tests" / folder)
     shutil.copytree(TESTS.parent / "scripts", tmp_path / "scripts")
     (tmp_path / "tests" / "test_fails.py").write_text(FAILS)
     environ = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
