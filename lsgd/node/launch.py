@@ -40,7 +40,7 @@ from lsgd.protocol.keys import (
     default_folder,
     is_local,
     is_there,
-    keep_token,
+    kept_token,
     node_name,
     parse_token,
     token_path,
@@ -105,10 +105,9 @@ def _launch(settings: LaunchSettings, network: str, environ: dict[str, str], hel
     access, keys, lines = _access(settings, network)
     serving = _shared_servers(settings, network, access, environ) if place.node == 0 else None
     known = run_folder.known(settings.run_dir, place.node) if place.node else []
-    with claimed(settings.run_dir, place.node, network):
+    joins = place.node > 0 and keys is not None
+    with claimed(settings.run_dir, place.node, network), kept_token(place.node, settings.run_dir, joins=joins):
         stacks.listen("launcher", settings.run_dir)
-        if place.node and keys is not None:
-            keep_token(place.node, settings.run_dir)
         if place.node == 0 and not settings.continues:
             for old in settings.run_dir.glob(f"{JOURNAL}*"):  # of an earlier run with this folder
                 old.unlink()
@@ -153,7 +152,7 @@ def _run(
     """
     name, folder = node_name(settings.place.node), socket_folder()
     local = f"ipc://{folder / SOCKET_NAME}"
-    environ.pop(TOKEN_VARIABLE, None)  # the training script must not see it
+    environ.pop(TOKEN_VARIABLE, None)  # scripts print and log their environment
     with ExitStack() as opened:
         opened.callback(shutil.rmtree, folder, ignore_errors=True)
         listener = opened.enter_context(Listener(local))

@@ -36,6 +36,7 @@ in the ring of a node that serves instead of another."""
 _PREFIX = "lsgd1"
 _NAME = re.compile(r"[a-z][a-z0-9]*")
 _RING = "-keys"
+_JOINED = f"-joined{TOKEN_SUFFIX}"  # no name of a ring's token: a ring may lie in the run folder
 _ADOPTED = re.compile(rf"node\d+{_RING}")
 
 
@@ -243,7 +244,7 @@ def connector_keys(
 
     ``path``: of a token to use for any address; None: ``LSGD_TOKEN``, else the file in the default key ring, else the
     key with which a node serves the run in ``run_folder``, or the token with which one has joined it
-    (:func:`keep_token`), if keys are needed. ``name``: of the node or operator that connects.
+    (:func:`kept_token`), if keys are needed. ``name``: of the node or operator that connects.
 
     Raises:
         ConfigError: the address is another machine's and there is no token, or the token is another node's.
@@ -257,8 +258,8 @@ def connector_keys(
         if not is_there(path):
             if run_folder is not None and (ring := _adopted_ring(run_folder)):
                 return ConnectorKeys(ring.folder.name.removesuffix(_RING), ring.public, ring.public, ring.secret)
-            if run_folder is not None and (kept := sorted(run_folder.glob(f"node*{TOKEN_SUFFIX}"))):
-                return connector_keys(address, kept[0], name, insecure=False)
+            if run_folder is not None and (kept := [*run_folder.glob(f"node*{_JOINED}")]):
+                return connector_keys(address, max(kept, key=_written_ns), name, insecure=False)
             there = "type this on node 0, which has one, or " if name == OPERATOR else ""
             raise ConfigError(
                 f"{address} is on the network, so a token is needed: {there}make it on node 0 with `lsgd keygen`, copy "
@@ -268,11 +269,31 @@ def connector_keys(
     return _of(parse_token(read_private(path), f"the token {path}"), name)
 
 
-def keep_token(node: int, run_folder: Path) -> None:
-    """Keep the token with which a node joins in its run folder: ``lsgd status`` is typed where the variable is not."""
-    text = os.environ.get(TOKEN_VARIABLE) or read_private(token_path(node_name(node)))
-    with contextlib.suppress(OSError):  # a full disk
-        write_private(token_path(node_name(node), run_folder), text)
+@contextlib.contextmanager
+def kept_token(node: int, run_folder: Path, *, joins: bool) -> Iterator[None]:
+    """Keep the token with which a node joins in its run folder inside the context.
+
+    ``lsgd status`` is typed where the variable is not. One that a killed launcher has left goes, also where none is
+    needed (``joins`` is false).
+    """
+    path = run_folder / f"{node_name(node)}{_JOINED}"
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+    try:
+        if joins:
+            text = os.environ.get(TOKEN_VARIABLE) or read_private(token_path(node_name(node)))
+            with contextlib.suppress(OSError):  # a full disk
+                write_private(path, text)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _written_ns(path: Path) -> int:
+    with contextlib.suppress(OSError):  # its launcher has just ended
+        return path.stat().st_mtime_ns
+    return 0
 
 
 def _adopted_ring(run_folder: Path) -> KeyRing | None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -144,7 +145,11 @@ def test_the_line_that_node_0_prints_starts_node_1_with_a_token_of_its_own(tmp_p
         shows(first, "worker0")  # it is well under way
         elsewhere = {"LSGD_KEYS": str(tmp_path / "none"), "IP_ADDR": "", "NUM_GROUPS": "", "NUM_WORKERS": "1"}
         second = start_by_script(testbed.hosts[1], tmp_path, script=("bash", "-c", line), **elsewhere)
+        while not [*tmp_path.rglob("node1-joined.token")]:  # lsgd status needs it there
+            assert second.poll() is None
+            time.sleep(0.05)
         finish([first, second])
+    assert not [*tmp_path.rglob("node1-joined.token")]
     result = json.loads((tmp_path / "node0" / "result.json").read_text())
     assert (len(result["members"]), result["nodes"], result["count"]) == (2, 2, 100)
 

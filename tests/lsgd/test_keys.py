@@ -1,6 +1,7 @@
 """Keys and tokens: what is made, what is refused, and where none are needed."""
 
 import base64
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,10 +20,11 @@ from lsgd.protocol.keys import (
     default_folder,
     is_local,
     is_secret,
-    keep_token,
+    kept_token,
     listener_keys,
     parse_token,
     token_path,
+    write_private,
 )
 from lsgd.protocol.sockets import new_key_pair, public_key
 from tests import golden
@@ -230,15 +232,30 @@ class TestWhereKeysAreNeeded:
         run_folder.mkdir()
         if by_variable:
             monkeypatch.setenv("LSGD_TOKEN", ring.token("node1"))
-        keep_token(1, run_folder)
-        monkeypatch.delenv("LSGD_TOKEN", raising=False)
-        monkeypatch.setenv("LSGD_KEYS", str(tmp_path / "none"))
-        kept = token_path("node1", run_folder)
-        assert kept.stat().st_mode & 0o777 == 0o600 and is_secret(kept)
-        keys = connector_keys(NETWORK, None, "operator", insecure=False, run_folder=run_folder)
-        assert keys == parse_token(kept.read_text().strip(), "token") and keys.name == "node1"
-        with pytest.raises(ConfigError):
-            connector_keys(NETWORK, None, "operator", insecure=False, run_folder=tmp_path)
+        old, older = (
+            run_folder / "node1-joined.token",
+            run_folder / "node0-joined.token",
+        )  # of launchers that were killed
+        for path in (old, older):
+            write_private(path, ring.token("node0"))
+            os.utime(path, (1, 1))
+        with kept_token(1, run_folder, joins=True):
+            monkeypatch.delenv("LSGD_TOKEN", raising=False)
+            monkeypatch.setenv("LSGD_KEYS", str(tmp_path / "none"))
+            (kept,) = {*run_folder.iterdir()} - {older}
+            assert kept.stat().st_mode & 0o777 == 0o600 and is_secret(kept)
+            keys = connector_keys(NETWORK, None, "operator", insecure=False, run_folder=run_folder)
+            assert keys == parse_token(kept.read_text().strip(), "token") and keys.name == "node1"
+        assert [*run_folder.iterdir()] == [older]
+        with kept_token(0, run_folder, joins=False), pytest.raises(ConfigError):
+            connector_keys(NETWORK, None, "operator", insecure=False, run_folder=run_folder)
+
+    def test_a_key_ring_in_the_run_folder_stays(self, ring, monkeypatch) -> None:
+        before = {*ring.folder.iterdir()}
+        with pytest.raises(KeyboardInterrupt), kept_token(1, ring.folder, joins=True):
+            assert len({*ring.folder.iterdir()} - before) == 1
+            raise KeyboardInterrupt
+        assert {*ring.folder.iterdir()} == before
 
     def test_on_a_node_that_serves_an_operator_has_the_key_with_which_it_does(self, tmp_path) -> None:
         ring = KeyRing.make(tmp_path / "keys of node 0", ["node1"])
