@@ -66,7 +66,8 @@ class Screen:
     Args:
         plain: whether to write as if there were no terminal; also with ``TERM=dumb``, and where ``CI`` is set.
         verbose: whether details are shown, which else are in the logs alone.
-        brief: whether of a traceback the error and the script's line are enough: node 0 shows all of it.
+        brief: whether of a traceback the error, the script's line and the log that has all of it are enough. Node 0
+            shows all of a mistake that all nodes make.
 
     Attributes:
         is_terminal: whether lines can be overwritten.

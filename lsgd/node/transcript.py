@@ -118,6 +118,7 @@ class Transcript:
         self.closed = threading.Event()
         self._screen = screen
         self._prefix = f"[{name}] "
+        self._path = log
         self._log = Log(log, screen.say, again=again)
         self._colour = _COLOURS[number % len(_COLOURS)]
         self._live = live
@@ -184,7 +185,8 @@ class Transcript:
         plain = CONTROL.sub("", text)
         self.mistake = plain.rpartition("\n")[2]
         calls = ((file, int(line)) for file, line in _CALL.findall(plain))
-        self._show(f"{self.mistake}{place_of(calls)}" if self._screen.brief else text, plain)
+        brief = f"{self.mistake}{place_of(calls)} (the traceback: {self._path})"
+        self._show(brief if self._screen.brief else text, plain)
 
     def _add(self, text: str) -> None:
         """Add to the unfinished line. What follows a carriage return replaces it."""

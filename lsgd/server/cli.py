@@ -72,6 +72,8 @@ class _Servers(click.Group):
     command_class = _Server
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--version" in args:
+            return super().parse_args(ctx, ["--version"])
         chosen = list(dict.fromkeys(arg for arg in args if arg in self.commands))
         if len(chosen) > 1:
             raise click.UsageError(f"one process is one server: choose one of {', '.join(chosen)}", ctx)
@@ -81,7 +83,7 @@ class _Servers(click.Group):
                 *chosen,
                 *(arg for arg in args if arg not in chosen),
             ]  # what follows -- are no options of ours
-        elif not {"--help", "--version"} & set(args):
+        elif "--help" not in args:
             raise click.UsageError(
                 "say which server to be: --global (one for the run), --local (one on each machine), or --relay (beside "
                 "the global one, if workers cannot reach each other)",

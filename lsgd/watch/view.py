@@ -382,7 +382,8 @@ class RunView:
                 self._agree(run.count, what.logged)
                 if run.seconds:
                     self.rounds.date(time - run.seconds)
-                back = self._progress and run.count < self._progress[-1][1]  # to a checkpoint
+                # Back to a checkpoint, or the server's clock was set back.
+                back = self._progress and (run.count < self._progress[-1][1] or time <= self._progress[-1][0])
                 if back or run.state == "waiting":
                     self._progress.clear()
                 elif self._progress and not any(self._progress[-1][1:]):  # until then there was no pace
@@ -390,8 +391,6 @@ class RunView:
                 self._progress.append((time, run.count, run.progress))
                 while len(self._progress) > 2 and time - self._progress[0][0] > PACE_OVER_S:
                     self._progress.popleft()
-                if len(self._progress) > 1 and not self._progress[0][0] < time:  # the server's clock was set back
-                    self._progress = deque([self._progress[-1]])
 
     def _agree(self, count: int, logged: Mapping[str, float]) -> None:
         """Keep how far the workers agree in each layer, if a round has changed that."""

@@ -224,7 +224,7 @@ def test_other_nodes_than_node_0_say_a_mistake_in_a_line(tmp_path, capfd, monkey
     transcripts[1].feed(f"{TRACEBACK}\n{calls}{mistake}\n".encode())
     screen.close()
     assert capfd.readouterr().out.splitlines() == [
-        f"[node1/worker0] {mistake}, in line 7 of train.py",
+        f"[node1/worker0] {mistake}, in line 7 of train.py (the traceback: {tmp_path / '0.log'})",
         "[node1/worker1] the same mistake as in [node1/worker0]",
     ]
     assert transcripts[0].mistake == mistake and calls in (tmp_path / "0.log").read_text()

@@ -173,5 +173,6 @@ def test_help_lists_every_setting_with_its_default_and_the_exit_codes() -> None:
     words = " ".join(output.split())
     assert golden.text("server.help_steps") in words
     assert golden.text("server.help_iterations") in words
-    code, said = run("--version")
-    assert code == 0 and said.startswith(f"lsgd-server {__version__} (a checkout), Python 3.")
+    for line in (["--version"], ["--global", "--version"]):
+        code, said = run(*line)
+        assert code == 0 and said.startswith(f"lsgd-server {__version__} (a checkout), Python 3.")

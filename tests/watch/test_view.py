@@ -3,6 +3,8 @@
 import json
 from dataclasses import replace
 
+import pytest
+
 from lsgd.protocol.events import (
     Event,
     GenerationBegan,
@@ -102,6 +104,18 @@ def test_rate_and_time_left_follow_the_last_seconds() -> None:
     assert (view.rate, view.left_s) == (0.0, None)
     view = bench.tell(*(progress(n, 25.0) for n in (400, 420)))  # it went back to a checkpoint
     assert view.rate == 20.0
+
+
+@pytest.mark.parametrize("back_s", [0.0, 1.0, 35.0, 700.0])
+def test_the_pace_begins_anew_where_the_servers_clock_was_set_back(back_s: float) -> None:
+    view = RunView(REPORT)
+    times = [0.0, 40.0, *(40.0 - back_s + second for second in range(3))]
+    rates = []
+    for number, (time, count) in enumerate(zip(times, (0, 40, 41, 51, 61), strict=True), 1):
+        view.fold(Event(number, 1000.0 + time, progress_of(count)))
+        rates.append((view.rate, view.left_s))
+    assert rates[1][0] == 1.0 and rates[2] == (None, None)
+    assert [rate for rate, _ in rates[3:]] == [10.0, 10.0] and rates[4][1] == pytest.approx(93.9)
 
 
 def test_the_time_left_is_steady_where_rounds_take_long_and_leaves_out_how_long_workers_were_awaited() -> None:
