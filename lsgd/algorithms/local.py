@@ -194,7 +194,7 @@ class SparseSettings(LocalSettings):
         return self.divisor == "contributors"
 
 
-class Averaging:
+class MeanChange:
     """The mean of the members' changes, bit-identical on all: plain, or in a codec, with what rounding has lost.
 
     Attributes:
@@ -216,7 +216,7 @@ class Averaging:
         self._members: tuple[str, ...] = ()
 
     def reset(self, settings: LocalSettings, group: Group, order: Round, *, new: bool) -> None:
-        """Begin with other members: what their results have lost is dropped, and of a ``new`` member all."""
+        """Begin with a group; if members are others, drop what their results have lost, and if one is ``new``, all."""
         if not self.codec.lossless:
             hierarchical, contributors = settings.hierarchical, settings.per_contributor
             self._mean = CompressedMean(group, self.codec, hierarchical=hierarchical, contributors=contributors)
@@ -227,17 +227,16 @@ class Averaging:
                 feedback.residual.zero_()
         self._members = members
 
-    def mean(self, change: Tensor, part: tuple[int, int], group: Group, order: int, decay: float) -> Mean:
+    def mean(self, change: Tensor, fragment: int, index: int, group: Group, round_id: int, decay: float) -> Mean:
         """Return the mean of ``change``, whose memory it takes, over all members.
 
-        ``part``: fragment and tensor. A member that sends nothing has a change of zeros, and a ``decay`` of 0.
+        ``index``: of the tensor. A member that sends nothing has a change of zeros, and a ``decay`` of 0.
         """
-        fragment, index = part
         if self._mean is None:
             change.div_(group.size)
             group.all_reduce(change).wait()
             return in_memory(change)
-        return self._mean(change, (self._run, order, index), self.feedback[fragment][index], decay)
+        return self._mean(change, (self._run, round_id, index), self.feedback[fragment][index], decay)
 
     def commit(self, fragment: int) -> None:
         """Keep what rounding has lost in the last exchange of a fragment."""
@@ -297,7 +296,7 @@ class LocalSGD(Delayed):
         self._velocity: list[Tensor] = []
         codec = settings.make_codec()
         self._fragments = _places(parameters, settings.fragments, codec.unit)
-        self._averaging = Averaging(codec, self.common, self._fragments, run)
+        self._mean_change = MeanChange(codec, self.common, self._fragments, run)
         self._outliers = Outliers()
         self._gives_up = ""
         self._steps = 0
@@ -316,7 +315,7 @@ class LocalSGD(Delayed):
         """Drop the pending transfer and, if members have changed, the residuals of results."""
         super().reset(parameters, group, order)
         self._outliers = Outliers(self._outliers.usual)
-        self._averaging.reset(self.settings, group, order, new=group.rank in self._new(order))
+        self._mean_change.reset(self.settings, group, order, new=group.rank in self._new(order))
 
     @no_grad
     def before_forward(self, parameters: Flat, group: Group, order: Round) -> Commit | None:
@@ -332,7 +331,7 @@ class LocalSGD(Delayed):
         changes: list[Tensor] = []
         models = list(self._parts(fragment, parameters, self.common))
         for x, c in models:
-            change = torch.empty_like(x, dtype=x.dtype if self._averaging.codec.lossless else torch.float32)
+            change = torch.empty_like(x, dtype=x.dtype if self._mean_change.codec.lossless else torch.float32)
             changes.append(zero_unless(finite, _subtracted(x, c, change)) if counts else change.zero_())
         delay = self.settings.schedule().delay  # that of this round: servers may choose another one for the next
         keep = 0.0
@@ -356,7 +355,7 @@ class LocalSGD(Delayed):
             for index, change in enumerate(changes):
                 if not sends:
                     change.zero_()
-                means[index] = self._averaging.mean(change, (fragment, index), group, order.id, decay)
+                means[index] = self._mean_change.mean(change, fragment, index, group, order.id, decay)
             if own is not None:
                 beside = torch.zeros(2, dtype=own.dtype, device=own.device)
                 if self._judges(group) and counts and not self.settings.per_contributor:  # else the sum is unknown
@@ -394,7 +393,7 @@ class LocalSGD(Delayed):
         Of what a member has learned, few elements leave a node of several workers in a round, and no one there knows
         which: the sum of the others lacks all of it, and so the agreement is less than elsewhere.
         """
-        apart = self._averaging.codec.sparse and self.settings.hierarchical
+        apart = self._mean_change.codec.sparse and self.settings.hierarchical
         return [size for size in group.node_sizes for _ in range(size)] if apart else ()
 
     def _left_out(self, group: Group, order: Round) -> Collection[int]:
@@ -428,11 +427,11 @@ class LocalSGD(Delayed):
         ``lost`` is what rounding has lost of what this one has sent. Computed in pieces; float64, shape (2,).
         """
         decay, found = self._decay(group, sends=sends), list[Tensor]()
-        lossy = not self._averaging.codec.lossless and not self._is_of_node(group)
+        lossy = not self._mean_change.codec.lossless and not self._is_of_node(group)
         # A node's change travels times nodes / workers, and so does what rounding has lost of it.
         times = group.size / len(group.node_sizes) if self.settings.hierarchical else 1.0
         for index, ((x, c), dtype, mean) in enumerate(zip(models, self._dtypes, means, strict=True)):
-            kept = self._averaging.feedback[fragment][index].residual if lossy else c
+            kept = self._mean_change.feedback[fragment][index].residual if lossy else c
             for here, piece in mean():
                 parts = (torch.split(y[here], PIECE_NUMEL) for y in (x, c, kept, lost[index]))
                 for now, common, residual, rest, total in zip(*parts, torch.split(piece, PIECE_NUMEL), strict=True):
@@ -564,7 +563,7 @@ class LocalSGD(Delayed):
 
     def _outer_step(self, fragment: int, means: Sequence[Mean], factor: float) -> None:
         """Change a fragment of the common model by the mean change, times ``factor``."""
-        self._averaging.commit(fragment)
+        self._mean_change.commit(fragment)
         lr, momentum = self.settings.outer_lr, self.settings.outer_momentum
         velocity = self.velocity  # without momentum this drops it, on all members in one round
         flats = (self.common, velocity) if momentum else (self.common,)
@@ -598,7 +597,7 @@ class LocalSGD(Delayed):
         return {
             "common": self.common,
             "velocity": self.velocity,
-            **self._averaging.state_dict(),
+            **self._mean_change.state_dict(),
             "usual": self._outliers.usual,
             "steps": [self._steps - taken_at for taken_at in self._taken_at],
         }
@@ -607,7 +606,7 @@ class LocalSGD(Delayed):
         """Restore what :meth:`state_dict` returned."""
         copy_all(self.common, state["common"])
         self._velocity = clones(state["velocity"])
-        self._averaging.load_state_dict(state)
+        self._mean_change.load_state_dict(state)
         self._outliers = Outliers(state.get("usual", 0.0))  # earlier checkpoints do not have it, nor the steps
         self._taken_at = [self._steps - made for made in state.get("steps", self._taken_at)]
 

@@ -206,7 +206,7 @@ def in_place(x, place):
 def whole_residuals(algorithm, *, own):
     """One kind of residuals of all fragments, in one tensor like the model."""
     whole = [torch.zeros(len(c), dtype=torch.float64) for c in algorithm.common]
-    for places, fragment in zip(algorithm._fragments, algorithm._averaging.feedback, strict=True):
+    for places, fragment in zip(algorithm._fragments, algorithm._mean_change.feedback, strict=True):
         for x, place, feedback in zip(whole, places, fragment, strict=True):
             if own:
                 x[place] += feedback.residual

@@ -194,7 +194,7 @@ def test_a_flipped_sign_is_found_sends_zeros_and_keeps_nothing_for_later(kind, c
         assert isinstance(algorithm, LocalSGD)
         left_out = algorithm._outliers.left_out
         worker.begin(make_round((1,) * SIZE, id=100, number=2))
-        return left_out, algorithm.counts, [float(each.residual.norm()) for (each,) in algorithm._averaging.feedback]
+        return left_out, algorithm.counts, [float(each.residual.norm()) for (each,) in algorithm._mean_change.feedback]
 
     found = trained("flips", STRIKES + 4, look, kind, compression=compression)
     assert [left_out for left_out, *_ in found] == [{BAD}] * SIZE
@@ -214,7 +214,7 @@ def test_one_that_was_started_again_has_lost_its_residuals_in_every_fragment() -
         worker.begin(replace(make_round((1,) * SIZE, id=100, number=2), new=(BAD,)))
         algorithm = worker.algorithm
         assert isinstance(algorithm, LocalSGD)
-        return [bool(each.residual.any()) for (each,) in algorithm._averaging.feedback]
+        return [bool(each.residual.any()) for (each,) in algorithm._mean_change.feedback]
 
     assert simulate((1,) * SIZE, member) == [[rank != BAD] * 4 for rank in range(SIZE)]
 
