@@ -112,22 +112,22 @@ class LsgdBackend(Backend):
         self._servers: Servers | None = None
 
     def on_start(self, worker_group: Any, backend_config: LsgdConfig) -> None:
-        """Give new workers their places; if all are new, in a run with new servers.
+        """Give new workers their seats; if all are new, in a run with new servers.
 
         Raises:
             ConfigError: the number of workers may change, and lsgd's configuration does not say so.
         """
-        places: list[RayWorker] = worker_group.execute(_place)
-        if places[0].elastic and not backend_config.elastic:
+        workers: list[RayWorker] = worker_group.execute(_ray_worker)
+        if workers[0].elastic and not backend_config.elastic:
             raise ConfigError(
                 "ScalingConfig lets the number of workers change: say so to lsgd, too: LsgdConfig(elastic=True). Ray "
                 "replaces a single worker only on the nodes that it began with"
             )
         if not isinstance(worker_group, ReplicaGroup):
             self._end()
-            self._servers = Servers(backend_config.plan, backend_config.keys, places)
+            self._servers = Servers(backend_config.plan, backend_config.keys, workers)
         assert self._servers is not None
-        for number, variables in enumerate(self._servers.seat(places)):
+        for number, variables in enumerate(self._servers.seat(workers)):
             worker_group.execute_single(number, _enter, variables, self._servers.main)
 
     def on_shutdown(self, worker_group: Any, backend_config: LsgdConfig) -> None:
@@ -152,7 +152,7 @@ class ElasticBackend(LsgdBackend):
 _main: Any = None  # the actor of the global server
 
 
-def _place() -> RayWorker:
+def _ray_worker() -> RayWorker:
     context, storage = ray.train.get_context(), get_train_context().get_storage()
     is_shared = storage.storage_filesystem.type_name == "local"
     folder = storage.experiment_fs_path if is_shared else storage.local_working_directory

@@ -38,7 +38,7 @@ class Servers:
     Args:
         plan: plan of the run.
         keys: folder of keys, for servers that others can reach.
-        places: places of the workers.
+        workers: Ray's workers, all new.
 
     Attributes:
         main: actor of the global server.
@@ -47,11 +47,11 @@ class Servers:
         ConfigError: the keys or the run folder cannot be made.
     """
 
-    def __init__(self, plan: Plan, keys: Path, places: Sequence[RayWorker]) -> None:
-        self._run_dir, self._workers = Path(places[0].run_dir), places[0].workers
+    def __init__(self, plan: Plan, keys: Path, workers: Sequence[RayWorker]) -> None:
+        self._run_dir, self._world_size = Path(workers[0].run_dir), workers[0].workers
         self._seats = Seats()
         self._local: dict[int, Any] = {}  # the server of each node, by its number
-        self._resumes = any(place.saved for place in places)
+        self._resumes = any(worker.saved for worker in workers)
         here = ray.util.get_node_ip_address()
         self._held = hold(here)  # for the global server, which Ray may start again
         self._address = f"tcp://{here}:{port_of(self._held)}"
@@ -61,24 +61,24 @@ class Servers:
         for old in self._run_dir.glob(f"{JOURNAL}*"):  # of the workers before these
             old.unlink()
         results.clear(self._run_dir, resume=self._resumes)
-        most = min(plan.run.workers or self._workers, self._workers)
+        most = min(plan.run.workers or self._world_size, self._world_size)
         plan = replace(plan, run=replace(plan.run, workers=most, failover="off"))  # Ray starts the server again
         serve = partial(_serve_global, plan, self._address, self._keys, self._run_dir)
         self.main = _actor("lsgd global server", serve, ray.get_runtime_context().get_node_id())
 
-    def seat(self, places: Sequence[RayWorker]) -> list[dict[str, str]]:
+    def seat(self, workers: Sequence[RayWorker]) -> list[dict[str, str]]:
         """Return the variables of each new worker.
 
         Raises:
             ConfigError: a server cannot be started.
         """
-        seats = [self._seats.assign(place) for place in places]
+        seats = [self._seats.assign(worker) for worker in workers]
         for node_id, node in self._seats.nodes.items():
             if node not in self._local:
                 self._local[node] = self._start(node, node_id)
         _, *found = ray.get([server.address.remote() for server in (self.main, *self._local.values())])
         addresses = dict(zip(self._local, found, strict=True))
-        return [self._variables(place, *seat, addresses[seat[0]]) for place, seat in zip(places, seats, strict=True)]
+        return [self._variables(worker, *seat, addresses[seat[0]]) for worker, seat in zip(workers, seats, strict=True)]
 
     def stop(self) -> None:
         """Stop the run, if it is not over: the workers complete a last round, and save. Then end the servers."""
@@ -95,16 +95,16 @@ class Servers:
         serve = partial(_serve_local, node, secrets.token_hex(4), self._address, token)
         return _actor(f"lsgd node{node}", serve, node_id)
 
-    def _variables(self, place: RayWorker, node: int, index: int, replaces: bool, address: str) -> dict[str, str]:
+    def _variables(self, worker: RayWorker, node: int, index: int, replaces: bool, address: str) -> dict[str, str]:
         variables = {
             "LSGD_LOCAL": address,
             "LSGD_NODE": str(node),
             "LSGD_LOCAL_RANK": str(index),
-            "LSGD_RANK": str(place.rank),
-            "LSGD_WORKERS": str(self._workers),
-            "LSGD_RUN_DIR": place.run_dir,
+            "LSGD_RANK": str(worker.rank),
+            "LSGD_WORKERS": str(self._world_size),
+            "LSGD_RUN_DIR": worker.run_dir,
         }
-        if self._resumes or (replaces and place.saved):
+        if self._resumes or (replaces and worker.saved):
             variables["LSGD_RESUME"] = str(self._run_dir / CHECKPOINTS)
             variables |= {"LSGD_RESTARTED": "1"} if replaces else {}
         return variables

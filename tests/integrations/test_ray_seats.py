@@ -8,9 +8,9 @@ from lsgd.integrations.ray_seats import RayWorker, Seats
 from lsgd.run_folder import checkpoint_path, newest
 
 
-def seats(*places: RayWorker) -> list[tuple[int, int]]:
+def seats(*workers: RayWorker) -> list[tuple[int, int]]:
     made = Seats()
-    return [made.assign(place)[:2] for place in places]
+    return [made.assign(worker)[:2] for worker in workers]
 
 
 def at(rank: int, node_id: str, *saved: str) -> RayWorker:
