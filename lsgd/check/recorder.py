@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -28,7 +29,7 @@ from lsgd.check.lines import Tracer, here
 from lsgd.check.taps import tap_files, tap_loaders, tap_seeds
 from lsgd.check.weights import Weights, tensor_digests
 from lsgd.client.data.first import digest
-from lsgd.client.data.randomness import states
+from lsgd.client.data.randomness import mersenne, states
 from lsgd.client.wrap import eager
 from lsgd.observer import Observer
 from lsgd.schedulers import count_of, length_of, optimizer_of
@@ -64,15 +65,15 @@ def start(folder: str) -> "Recorder":
     return Recorder(Path(folder))
 
 
-class Lines:
-    """The lines of a script, and which of them have changed the weights since these were kept.
+class Blame:
+    """Which lines of a script have changed the weights since these were kept.
 
     Attributes:
-        to_blame: those, and in how many steps each had ended by then.
+        lines: those, and in how many steps each had ended by then.
     """
 
     def __init__(self) -> None:
-        self.to_blame: dict[str, int] = {}
+        self.lines: dict[str, int] = {}
         self._ended: dict[str, tuple[int, int]] = {}  # the last step in which a line has ended, and in how many
 
     def end(self, line: str, step: int) -> None:
@@ -81,10 +82,10 @@ class Lines:
         if last != step:
             self._ended[line] = step, steps + 1
 
-    def blame(self, line: str) -> None:
-        """Note that the weights have changed in a line; empty: it is not known."""
+    def put(self, line: str) -> None:
+        """Put it on a line that the weights have changed; empty: it is not known."""
         if line:
-            self.to_blame[line] = self._ended.get(line, (0, 0))[1]
+            self.lines[line] = self._ended.get(line, (0, 0))[1]
 
 
 class Recorder(Observer):
@@ -99,7 +100,7 @@ class Recorder(Observer):
         self._depth = 0  # parts of rounds under way
         self.watching_s = 0.0  # in what comes in each step, as a part of its time
         self._stepping: Any = None  # the joined optimizer whose step is under way
-        self._lines = Lines()
+        self._blame = Blame()
         self._steps = 0
         self._read: set[str] = set()
         self._main = threading.current_thread()
@@ -208,12 +209,12 @@ class Recorder(Observer):
                 self.note("foreign", optimizer=type(optimizer).__name__, where=here())
             return
         if self._weights.glance():
-            self._lines.blame(here(sys._getframe(1)))
+            self._blame.put(here(sys._getframe(1)))
         changed = self._weights.change()
         if changed is not None:
             self._note_moved(changed, "step")
-        elif self._lines.to_blame:
-            self.note("undone", by=self._lines.to_blame, step=self._place())
+        elif self._blame.lines:
+            self.note("undone", by=self._blame.lines, step=self._place())
         self._stepping = optimizer
         self.note(
             "step",
@@ -241,16 +242,16 @@ class Recorder(Observer):
     # -- the weights -------------------------------------------------------------------------------------------
 
     def _after_line(self, line: str) -> None:
-        self._lines.end(line, self._steps)
+        self._blame.end(line, self._steps)
         if self._depth == 0 and self._stepping is None and self._weights.glance():
-            self._lines.blame(line)
+            self._blame.put(line)
 
     def _keep(self) -> None:
         self._weights.keep()
-        self._lines.to_blame = {}
+        self._blame.lines = {}
 
     def _note_moved(self, changed: Any, before: str) -> None:
-        by, names = self._lines.to_blame, changed.names
+        by, names = self._blame.lines, changed.names
         self._weights.looks_closely = not by  # at all of them after each line from now on
         about = {"names": names[:3], "tensors": len(names), "share": changed.share}
         self.note("moved", before=before, by=by, step=self._place(), call=self._call, where=here(), **about)
@@ -327,9 +328,10 @@ class _Warnings(logging.Handler):
 
 def _noise() -> list[str]:
     """Return digests of the states of torch's, NumPy's and Python's generators."""
-    of_torch, (_, words, *rest), of_python = states()
-    of_numpy = words.tobytes() + repr(rest).encode()  # the text of so large an array takes longer than a small step
-    texts = [of_torch.numpy().tobytes(), of_numpy, repr(of_python).encode()]
+    of_torch, of_numpy, of_python = states()
+    _, words, *rest = mersenne(of_numpy) or ("", np.empty(0), of_numpy)
+    numpys = words.tobytes() + repr(rest).encode()  # the text of so large an array takes longer than a small step
+    texts = [of_torch.numpy().tobytes(), numpys, repr(of_python).encode()]
     return [hashlib.blake2b(text, digest_size=8).hexdigest() for text in texts]
 
 

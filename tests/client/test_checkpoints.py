@@ -608,6 +608,22 @@ def test_random_numbers_go_on_where_they_were(tmp_path: Path) -> None:
     assert draw() != expected
 
 
+def test_of_a_generator_that_the_script_has_given_numpy_nothing_is_saved(tmp_path: Path) -> None:
+    usual, model = np.random.get_bit_generator(), nn.Linear(3, 2)
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        saved(tmp_path, model)
+        expected = torch.rand(()).item(), random.random()
+        again = Checkpoints(model, [torch.optim.SGD(model.parameters(), lr=0.1)], {}, None, tmp_path, Island())
+        again.load(WORKER, *describe(model))
+        following = np.random.get_state(legacy=False)
+        again.data.restore_random()
+        assert np.random.get_state(legacy=False) == following
+        assert (torch.rand(()).item(), random.random()) == expected
+    finally:
+        np.random.set_bit_generator(usual)
+
+
 @pytest.mark.parametrize("drawn", [0, 2])
 def test_what_a_script_draws_for_a_step_is_drawn_again(drawn: int, tmp_path: Path) -> None:
     """A checkpoint comes between two steps, or when numbers were drawn for the next one; both are drawn again."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lsgd.client.data.randomness import set_states, states
+from lsgd.client.data.randomness import mersenne, set_states, states
 
 logger = logging.getLogger("lsgd")
 
@@ -110,9 +110,12 @@ class DataPosition:
         return [(each, loader.position()) for each in self._loaders if (loader := each()) is not None]
 
     def _drawn(self) -> dict[str, Any]:
-        """Return the states of the generators that a script may draw from."""
-        of_torch, (name, keys, *rest), of_python = states()
-        state = {"torch": of_torch, "python": of_python, "numpy": (name, keys.tolist(), *rest)}
+        """Return the states of the generators that a script may draw from; None for one that it has given numpy."""
+        of_torch, of_numpy, of_python = states()
+        state = {"torch": of_torch, "python": of_python, "numpy": None}
+        if (words := mersenne(of_numpy)) is not None:
+            name, keys, *rest = words
+            state["numpy"] = (name, keys.tolist(), *rest)
         if (device := self._device).type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(device)
         return state

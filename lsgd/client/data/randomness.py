@@ -124,14 +124,23 @@ class Apart:
 
 def states() -> tuple[Any, ...]:
     """Return the states of the generators of torch (on the CPU), numpy and Python."""
-    return torch.default_generator.get_state(), np.random.get_state(legacy=True), random.getstate()
+    return torch.default_generator.get_state(), np.random.get_state(legacy=False), random.getstate()
+
+
+def mersenne(of_numpy: Any) -> tuple[Any, ...] | None:
+    """Return numpy's state as ``np.random.get_state()`` does; None: the script has given numpy another generator."""
+    if of_numpy["bit_generator"] != "MT19937":
+        return None
+    words = of_numpy["state"]
+    return "MT19937", words["key"], words["pos"], of_numpy["has_gauss"], of_numpy["gauss"]
 
 
 def set_states(states: tuple[Any, ...]) -> None:
-    """Put the generators to what :func:`states` has returned."""
+    """Put the generators to what :func:`states` has returned, numpy's also as :func:`mersenne` does; None: not it."""
     of_torch, of_numpy, of_python = states
     torch.default_generator.set_state(of_torch)
-    np.random.set_state(of_numpy)
+    if of_numpy is not None:
+        np.random.set_state(of_numpy)
     random.setstate(of_python)
 
 
