@@ -18,13 +18,15 @@ CHANGES: Mapping[str, str] = {
     "learning rate": f"{FOLLOW}; a rate of your own from worker.step",
     "weights": "save what the script keeps beside the optimizer, such as an EMA: extra={'ema': ema}",
 }
+"""What to change, by what differs in a resumed run."""
+
 DATA: Mapping[str, str] = {
     "loader": "loader = worker.shard(loader); a loader of your own: worker.attend('data', loader)",
     "stream": "loader = worker.loader(stream, batch_size=n); one that knows its place: worker.attend('data', stream)",
-    "by hand": "draw by worker.step, as x[(worker.step * n) % len(x):][:n]; or save where you are: "
-    "worker.attend('data', place), which has state_dict and load_state_dict",
+    "by hand": "draw by worker.step, as x[(worker.step * n) % len(x):][:n] of this worker's part; or save where you "
+    "are: worker.attend('data', place), which has state_dict and load_state_dict",
 }
-"""The same for batches, by what they come from."""
+"""What to change if batches differ, by what they come from."""
 
 
 # -- 6 ---------------------------------------------------------------------------------------------------------
@@ -99,7 +101,7 @@ def _source(step: Taught) -> str:
     """Return what a step's batches come from, as in :data:`DATA`."""
     if not step.batches:
         return "by hand"
-    return "stream" if all(batch["rows"] is None for batch in step.batches) else "loader"
+    return "stream" if all(batch["stream"] for batch in step.batches) else "loader"
 
 
 def _number(rates: Sequence[float]) -> str:

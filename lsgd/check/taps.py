@@ -74,8 +74,9 @@ def tap_loaders(note: Note) -> None:
             note("pass_ends", loader=loader, number=number)
             raise
         rows, deal = self._rows.popleft() if getattr(self, "_rows", None) else (None, None)
+        stream = self._dataset_kind == torch_dataloader._DatasetKind.Iterable
         about = {"rows": _rows(rows), "deal": deal, "samples": samples_of(batch), "digest": digest(batch)}
-        note("batch", loader=loader, number=number, where=here(), **about)
+        note("batch", loader=loader, number=number, where=here(), stream=stream, **about)
         return batch
 
     DataLoader.__iter__ = iter_  # type: ignore[method-assign]

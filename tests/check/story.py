@@ -60,7 +60,8 @@ class Story:
         self.tell("pass", where=at(20), sampler=sampler, dataset="TensorDataset", **key, **about)
         for place, rows in enumerate(batches):
             samples = [f"sample {row}" for row in rows]
-            self.tell("batch", rows=rows, deal=place // 2, samples=samples, digest=str(rows), where=at(20), **key)
+            about = {"rows": rows, "stream": False, "deal": place // 2, "samples": samples, "digest": str(rows)}
+            self.tell("batch", where=at(20), **about, **key)
             self.step()
         return self.tell("pass_ends", **key)
 

@@ -127,7 +127,7 @@ def test_an_evaluation_that_all_make_of_the_same_data_is_right() -> None:
     for story in stories:
         key = {"loader": 1, "number": 9}
         for _ in range(3):
-            story.tell("batch", rows=[5], samples=["sample 5"], digest="", where=at(30), **key)
+            story.tell("batch", rows=[5], stream=False, samples=["sample 5"], digest="", where=at(30), **key)
         story.tell("pass_ends", **key).step()
     assert is_right(judge_data(run_of(*stories)))
 
@@ -325,7 +325,7 @@ def test_what_differs_after_a_resume_is_named(wrong, words) -> None:
     says(resume(Story().steps(8), Story().steps(4), back().steps(4, **wrong)), 25, words)
 
 
-@pytest.mark.parametrize("source", ["loader", "stream", "by hand"])
+@pytest.mark.parametrize("source", ["loader", "keys", "stream", "by hand"])
 def test_what_to_write_for_other_batches_after_a_resume_fits_to_what_they_come_from(source) -> None:
     def drawn(story: Story, *rows: int) -> Story:
         if source == "by hand":
@@ -334,13 +334,13 @@ def test_what_to_write_for_other_batches_after_a_resume_fits_to_what_they_come_f
             return story
         story.draws(*([row, row] for row in rows))
         for fact in story.facts:
-            if fact["kind"] == "batch" and source == "stream":
-                fact["rows"] = None
+            if fact["kind"] == "batch" and source != "loader":
+                fact["rows"], fact["stream"] = None, source == "stream"
         return story
 
     verdict = resume(drawn(Story(), *range(8)), drawn(Story(), *range(4)), drawn(back(), *range(4)))
     says(verdict, 24 + (source == "by hand") - 4 * (source != "by hand"), "its batches differ from step 4 on")
-    assert verdict.findings[0].change == DATA[source]
+    assert verdict.findings[0].change == DATA["loader" if source == "keys" else source]
 
 
 def test_other_random_numbers_after_a_resume_are_noted() -> None:
@@ -391,7 +391,7 @@ def test_other_batches_after_a_resume() -> None:
 def test_a_loader_may_be_a_batch_ahead() -> None:
     alone, half, story = Story().draws([0], [1], [2], [3], [4], [5]), Story().draws([0], [1], [2], [3]), back()
     key = {"loader": 0, "number": 0}
-    story.tell("batch", rows=[3], samples=["3"], digest="3", where=at(20), **key).draws([4], [5])
+    story.tell("batch", rows=[3], stream=False, samples=["3"], digest="3", where=at(20), **key).draws([4], [5])
     assert is_right(resume(alone, half, story))
 
 

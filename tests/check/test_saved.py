@@ -73,6 +73,28 @@ def test_a_file_that_is_gone_has_none(tmp_path) -> None:
     assert loaded(tmp_path) == {}
 
 
+DRAWS = """
+from torch.utils.data import DataLoader, IterableDataset
+
+from lsgd.check.taps import tap_loaders
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([1.0, 2.0])
+
+tap_loaders(lambda kind, **about: kind == "batch" and print(about["rows"], about["stream"]))
+data = {"a": 1.0, "b": 2.0}
+for dataset, sampler in ((data, list(data)), ([1.0, 2.0], None), (Stream(), None)):
+    next(iter(DataLoader(dataset, sampler=sampler, batch_size=2)))
+"""
+
+
+def test_a_loader_whose_rows_have_keys_is_no_stream(tmp_path) -> None:
+    (tmp_path / "script.py").write_text(DRAWS)
+    noted = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert noted.stdout.splitlines() == ["None False", "[0, 1] False", "None True"]
+
+
 WRITES = """
 from lsgd.check.taps import tap_files
 
