@@ -58,12 +58,18 @@ class Resumed:
     Attributes:
         iterations: this worker's, as of then.
         losses: of its last batches then.
-        algorithm: settings and state of the run's algorithm then, for the first round; None: they cannot be used.
+        algorithm: settings and state of the run's algorithm then, for the first round; None: there are none that can be
+            used, or :meth:`take_algorithm` has returned them.
     """
 
     iterations: int = 0
     losses: Sequence[float] = ()
     algorithm: tuple[AlgorithmSettings, dict[str, Any]] | None = None
+
+    def take_algorithm(self) -> tuple[AlgorithmSettings, dict[str, Any]] | None:
+        """Return ``algorithm``, and keep it no longer: its state is as large as a model."""
+        taken, self.algorithm = self.algorithm, None
+        return taken
 
 
 class Own(NamedTuple):

@@ -84,7 +84,7 @@ class Replica:
         self.extras = checkpoints.extras
         run, shard = membership.welcome.run, membership.island.shard
         run = f"{run}/{shard}" if shard else run  # each shard has its own seeds for rounding
-        resumed, checkpoints.resumed.algorithm = checkpoints.resumed.algorithm, None
+        resumed = checkpoints.resumed.take_algorithm()
         self.current = CurrentAlgorithm(membership.plan.algorithm, flat, self.optimizers, run, resumed)
         self.trained = Trained(flat, self.optimizers, self.copies)
         self.consensus_distance: float | None = None
