@@ -224,7 +224,7 @@ def test_what_an_earlier_question_waited_for_is_no_reason(world, caplog) -> None
 
 @pytest.mark.parametrize("silence_s", [None, 5.0])
 def test_an_absent_global_server_ends_a_wait_in_time_with_the_line_to_type(world, silence_s) -> None:
-    world.channel.patience.global_s = 60.0
+    world.channel.silence.global_s = 60.0
     line = "the global server at tcp://a:1 has been silent for 9 s; start it again there"
     for seconds in range(100):
         world.at(seconds, Waiting(1, line, away=True))
@@ -235,7 +235,7 @@ def test_an_absent_global_server_ends_a_wait_in_time_with_the_line_to_type(world
 
 
 def test_a_global_server_that_is_heard_again_in_time_ends_no_wait(world) -> None:
-    world.channel.patience.global_s = 60.0
+    world.channel.silence.global_s = 60.0
     for seconds in range(300):
         world.at(seconds, Waiting(1, "of node1/worker3" if seconds % 50 == 0 else "away", away=seconds % 50 > 0))
     world.at(300, go(1))
@@ -264,8 +264,8 @@ def test_the_end_of_a_generation_ends_only_what_is_of_it(world) -> None:
         ExchangeError, match=golden.pattern("reasons.generation_over", number=4, worker="node1/worker0")
     ):
         world.ask(1, generation=4)
-    assert world.channel.generation_over(4) == "node1/worker0 left"
-    assert world.channel.generation_over(5) == ""
+    assert world.channel.endings.generation_over(4) == "node1/worker0 left"
+    assert world.channel.endings.generation_over(5) == ""
     world.at(world.seconds + 1, go(3))
     assert world.ask(3) == go(3)
 
@@ -318,7 +318,7 @@ def test_nothing_is_lost_while_the_local_server_is_away(world) -> None:
 
 
 def test_a_server_with_another_run_counts_as_away(world) -> None:
-    world.channel.endings.run, world.channel.patience.global_s = "R1", 60.0
+    world.channel.endings.run, world.channel.silence.global_s = "R1", 60.0
     for seconds in range(100):
         world.at(seconds, Evicted("who?", "R2"))
     with pytest.raises(ServerLostError, match=re.escape(OTHER_RUN)):

@@ -458,7 +458,7 @@ def slow(monkeypatch):
     for module in (chunks, handover, following):
         monkeypatch.setattr(module, "CHUNK_NBYTES", 16)
     monkeypatch.setattr(handover.Handover, "_meet", lambda self, seconds: met(self, seconds) and 1.0)
-    monkeypatch.setattr(following.Pace, "chunks_in", lambda self, seconds, takers: 2)
+    monkeypatch.setattr(following.ChunkRate, "_chunks_in", lambda self, seconds, takers: 2)
 
 
 met = handover.Handover._meet
@@ -603,7 +603,7 @@ def test_another_algorithm_begins_when_what_is_under_way_has_come(switchboard, s
     send = source._post.exchange
 
     def stalling(leaving, coming):
-        until(lambda: source._stretch.stop_at < math.inf, "a round is due")
+        until(lambda: source._turn.stop_at < math.inf, "a round is due")
         return send(leaving, coming)
 
     source._post.exchange = stalling
@@ -682,13 +682,13 @@ def test_a_round_that_is_due_waits_for_half_the_pause_and_what_is_under_way(swit
     clock, each = Clock(), [rounds.download._following for rounds in members.rounds]
     assert all(one._background.succeeded() for one in each)
     monkeypatch.setattr(following, "time", clock)
-    monkeypatch.setattr(following.Pace, "chunks_in", lambda self, seconds, takers: 6)
+    monkeypatch.setattr(following.ChunkRate, "_chunks_in", lambda self, seconds, takers: 6)
     source, carried = each[1], list[float]()
     send = source._post.exchange
 
     def stalling(leaving, coming):
         if len(carried) < 2:
-            until(lambda: source._stretch.stop_at < math.inf, "a round is due")
+            until(lambda: source._turn.stop_at < math.inf, "a round is due")
             clock.now += 0.7  # of the second that the round waits
         carried.append(clock.now)
         return send(leaving, coming)
@@ -849,7 +849,7 @@ def test_a_round_of_a_generation_that_is_over_is_not_begun(switchboard) -> None:
     switchboard.end(1, "node0/worker1 left")
 
     def told() -> list[str]:
-        return [channel.generation_over(1) for channel in members.channels]
+        return [channel.endings.generation_over(1) for channel in members.channels]
 
     until(lambda: all(told()), "the members hear of it")
     assert [str(error) for error in members.run(members.round(2))] == [

@@ -242,10 +242,10 @@ def test_the_processes_of_a_source_end_a_transfer_together(came) -> None:
                 post=Post(group, ["node0/worker0", "node1/worker0"]), source=0, nbytes_per_s=1e9
             )
             sources.append(Following(handover, own, {1: range(4)}, pause_s=1.0))
-        stretches = [source._stretch for source in sources]
-        stretches[0].stop_at, stretches[1].stop_at = (-math.inf, math.inf) if came == 1 else (math.inf, -math.inf)
+        turns = [source._turn for source in sources]
+        turns[0].stop_at, turns[1].stop_at = (-math.inf, math.inf) if came == 1 else (math.inf, -math.inf)
         assert together(lambda rank: sources[rank]._transfer({1: range(4)}), range(2)) == [None, None]
-        assert [stretch.came for stretch in stretches] == [came, came]
+        assert [turn.came for turn in turns] == [came, came]
 
 
 class Member:

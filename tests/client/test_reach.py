@@ -265,4 +265,4 @@ def test_the_end_of_the_generation_ends_it(switchboard) -> None:
     with switchboard.ending(1, "node2/worker0 left", members=2):
         errors = together(lambda rank: probe(generation(1, 1, 1, transport="nccl"), members[rank]), range(2))
     assert str(errors[0]) == golden.text("reasons.generation_over", number=1, worker="node2/worker0") == str(errors[1])
-    assert channel.generation_over(1)
+    assert channel.endings.generation_over(1)

@@ -653,7 +653,7 @@ class Hour(Clock):
         self._channel, self._passed_s = channel, 0.0
 
     def now(self) -> float:
-        if "still in the loop" in self._channel.patience.reason:
+        if "still in the loop" in self._channel.silence.reason:
             self._passed_s = 3600.0
         return super().now() + self._passed_s
 

@@ -153,7 +153,7 @@ class SimulatedWorker:
         run, channel = self.run.plan.run, self.channel
         welcome = channel.ask(self.join, lambda m: isinstance(m, Welcome), what=f"{self.name} joins")
         channel.endings.run = welcome.run
-        channel.signs.lease_s, channel.patience.global_s = run.lease_s, run.server_timeout_s
+        channel.signs.lease_s, channel.silence.global_s = run.lease_s, run.server_timeout_s
         channel.signs.live_as(self.name)
         who = (self.name, self.incarnation)
         membership = SimpleNamespace(plan=self.run.plan, welcome=welcome, island=Alone(), channel=channel, who=who)
@@ -231,7 +231,7 @@ class SimulatedWorker:
     def _carry_out(self, answer: Go | Stop) -> bool:
         """Be in a round until it is committed or dropped; return which of them."""
         self.current, self.state = answer, "exchanging"
-        if self.channel.generation_over(self.round.generation.number):
+        if self.channel.endings.generation_over(self.round.generation.number):
             self._drop()
         else:
             self.run.arrive(self)

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
-from lsgd.client.control.waiting import Endings, Expected, Notice, Patience, Question
+from lsgd.client.control.waiting import Endings, Expected, Notice, Question, Silence
 from lsgd.errors import ExchangeError, ProtocolError, ServerLostError
 from lsgd.protocol.messages import (
     GenerationOver,
@@ -126,7 +126,7 @@ class Channel:
         link: carries messages when :meth:`turn` is called; None: a socket, in a thread of its own.
 
     Attributes:
-        patience: how long it waits for silent servers.
+        silence: of its servers, and how long it waits then.
         endings: what ends a wait before its answer: this worker's part in the run is over, or a generation.
         signs: what it sends unasked.
         relay: address of the relay, and the proof for it, if it has moved since the welcome.
@@ -144,7 +144,7 @@ class Channel:
         link: Carrier | None = None,
     ) -> None:
         self.address = address
-        self.patience, self.endings, self.signs = Patience(silence_s), Endings(), SignsOfLife(incarnation)
+        self.silence, self.endings, self.signs = Silence(silence_s), Endings(), SignsOfLife(incarnation)
         self.relay = ("", b"")
         self.pass_down: Callable[[bytes], None] = lambda frame: None
         self._outbox: deque[bytes] = deque(maxlen=MAX_OUTBOX)
@@ -225,7 +225,7 @@ class Channel:
             notice.began_at = notice.said_at = now
         question = Question(frames, what, timeout_s, silence_s, generation, now, notice)
         with self._changed:
-            self.patience.renew(now)
+            self.silence.renew(now)
         try:
             while True:
                 self._repeat(question)
@@ -243,7 +243,7 @@ class Channel:
         began_at = self._clock.now()
         self._clock.wait(self._changed, seconds)
         now = self._clock.now()
-        self.patience.thaw(now - began_at, seconds, now)
+        self.silence.thaw(now - began_at, seconds, now)
 
     def _repeat(self, question: Question) -> None:
         """Send a question again, and say what it waits for, when that is due."""
@@ -251,40 +251,36 @@ class Channel:
         every_s = min(max(SAY_EVERY_S, notice.said_at - notice.began_at), SAY_AT_LEAST_EVERY_S)  # 10, 20, 40, ...
         due = now - notice.said_at >= every_s
         if now - question.sent_at >= RESEND_S:
-            again = due and not self.patience.reason  # twice: only a repeated question is told what it waits for
+            again = due and not self.silence.reason  # twice: only a repeated question is told what it waits for
             for frame in [*question.frames, *question.frames] if again else question.frames:
                 self.put(frame)
             question.sent_at = now
-        if due and (self.patience.reason or now - question.asked_at >= 2 * RESEND_S):
+        if due and (self.silence.reason or now - question.asked_at >= 2 * RESEND_S):
             logger.warning("%s for %.0f s: %s", question.what, now - notice.began_at, self._awaited(now))
             notice.said_at = now
 
     def _awaited(self, now: float) -> str:
         """Return the reason to wait: what the local server last said, unless it has fallen silent."""
-        if (silent_s := now - self.patience.local_at) > 3 * RESEND_S:
+        if (silent_s := now - self.silence.local_at) > 3 * RESEND_S:
             return f"the local server at {self.address} has been silent for {silent_s:.0f} s"
-        return self.patience.reason or "no word yet"
+        return self.silence.reason or "no word yet"
 
     def _check(self, question: Question) -> None:
         """Raise an error if no answer will come, or not in time."""
         self.endings.check(question)
-        now, patience, silence_s = self._clock.now(), self.patience, question.silence_s
+        now, silence, silence_s = self._clock.now(), self.silence, question.silence_s
         if question.timeout_s is not None and now - question.asked_at > question.timeout_s:
-            raise ExchangeError(f"{question.what} for {question.timeout_s:.3g} s: {patience.reason or 'no answer'}")
+            raise ExchangeError(f"{question.what} for {question.timeout_s:.3g} s: {silence.reason or 'no answer'}")
         waited = f"{question.what} for {now - question.asked_at:.0f} s"
         if self.endings.given_up:
             raise ServerLostError(f"{waited}, and its servers have ended or were given up")
-        if (silent_s := now - patience.local_at) > (silence_s or patience.local_s):
+        if (silent_s := now - silence.local_at) > (silence_s or silence.local_s):
             raise ServerLostError(
                 f"{waited}, and the local server at {self.address} has been silent for {silent_s:.0f} s; start it "
                 f"again: lsgd-server --local --listen {self.address}"
             )
-        if now - patience.global_at > (silence_s or patience.global_s):
+        if now - silence.global_at > (silence_s or silence.global_s):
             raise ServerLostError(f"{waited}, and {self._awaited(now)}")
-
-    def generation_over(self, generation: int) -> str:
-        """Return why a generation is over; empty while it lasts, as far as this worker knows."""
-        return self.endings.generations.get(generation, "")
 
     def close(self) -> None:
         """Send what is left, then end the thread."""
@@ -319,9 +315,9 @@ class Channel:
             self.pass_down(frame)
         with self._changed:
             if (foreign := self.endings.foreign(message)) is not None:
-                self.patience.hear(foreign, self._clock.now())
+                self.silence.hear(foreign, self._clock.now())
                 return
-            self.patience.hear(message, self._clock.now())
+            self.silence.hear(message, self._clock.now())
             if isinstance(message, WorkerHelloReply) and message.relay:
                 self.relay = message.relay, message.relay_secret
             if isinstance(message, Recall):

@@ -336,7 +336,7 @@ def _ask(channel: Channel, message: Message, answer: type, what: str, timeout_s:
         except ServerLostError as error:
             if channel.endings.given_up or not listens(channel.address):
                 raise
-            channel.patience.local_s = SILENCE_S
+            channel.silence.local_s = SILENCE_S
             words = "%s; it is there, so this worker asks again for %.0f s"
             logger.warning(words, str(error).partition("; ")[0], max(0.0, deadline_s - time.monotonic()))
 
@@ -364,7 +364,7 @@ def _hello(channel: Channel, identity: Identity, timeout_s: float) -> WorkerHell
             f"set LSGD_LOCAL for another address"
         ) from None
     channel.signs.introduce(where)
-    channel.patience.local_s = SILENCE_S
+    channel.silence.local_s = SILENCE_S
     return here
 
 
@@ -394,7 +394,7 @@ def _welcome(channel: Channel, join: Join, timeout_s: float, shards: int) -> tup
         with contextlib.suppress(ExchangeError, JoinError, ServerLostError):
             channel.ask(leave, lambda m: isinstance(m, Left), what="leaving", timeout_s=LEAVE_WITHIN_S)
         raise JoinError(f"{join.worker} cannot take part: {error}") from None
-    channel.patience.local_s = channel.patience.global_s = plan.run.server_timeout_s
+    channel.silence.local_s = channel.silence.global_s = plan.run.server_timeout_s
     channel.endings.run = welcome.run
     return welcome, plan
 

@@ -34,7 +34,7 @@ class Notice:
 
 @dataclass(eq=False)
 class Question:
-    """Messages that are sent every second until an answer comes; the fields are those of :meth:`Channel.ask`."""
+    """Messages that are sent every second until an answer comes; the fields are those of ``ask`` in channel.py."""
 
     frames: Sequence[bytes]
     what: str
@@ -47,8 +47,8 @@ class Question:
 
 
 @dataclass(eq=False)
-class Patience:
-    """How long a question waits while the servers are silent, and since when they are.
+class Silence:
+    """Since when the servers are silent, and how long a question waits then.
 
     Attributes:
         local_s: longest silence of the local server.
@@ -134,9 +134,18 @@ class Endings:
         return True
 
     def check(self, question: Question) -> None:
-        """Raise an error if nothing will answer a question: a JoinError, or the ExchangeError of its generation."""
+        """Raise an error if the worker is refused, or a question's generation is over; the channel asks ``given_up``.
+
+        Raises:
+            JoinError: it is refused, evicted, or too late.
+            ExchangeError: the generation is over.
+        """
         if self.refused is not None:
             raise self.refused
         if question.generation in self.generations:
             number = question.generation
             raise ExchangeError(f"generation {number} is over: {self.generations[number]}")
+
+    def generation_over(self, generation: int) -> str:
+        """Return why a generation is over; empty while it lasts, as far as this worker knows."""
+        return self.generations.get(generation, "")

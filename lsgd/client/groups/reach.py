@@ -76,7 +76,7 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
         # Only an island's head probes, and does not tell the other processes: so theirs must dial both ways.
         one_way = generation.transport == "tcp" and membership.island.shards == 1
         others = [rank for rank in range(size) if rank != me]
-        over = partial(channel.generation_over, generation.number)
+        over = partial(channel.endings.generation_over, generation.number)
         made = Calls(listener, me, endpoints, membership.relay[0] if one_way else "")
         row = Row(made.make(others, others, within_s, over), made.reaches_relay)
     store.set(f"missed/{join.worker}", json.dumps(row))
@@ -86,7 +86,7 @@ def probe(generation: Generation, membership: Membership) -> tuple[int, ...]:
         try:
             published = ServerStore(*who, max(0.1, deadline - time.monotonic())).get(f"missed/{names[rank]}")
         except ExchangeError:
-            if channel.generation_over(generation.number):
+            if channel.endings.generation_over(generation.number):
                 raise
             continue  # it may be frozen or dead: its lease or the exchange will show
         rows[rank] = Row(*json.loads(published))

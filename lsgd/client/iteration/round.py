@@ -1,4 +1,9 @@
-"""A round in progress, and the process groups of a generation, in which rounds are."""
+"""A round in progress, what is known between rounds, and the process groups of a generation, in which rounds are.
+
+:class:`ActiveRound` is the one in progress, in a state of :data:`TRANSITIONS`. Its :class:`Landing` says whether what
+it exchanges lands in it or later. Between rounds a worker has its :class:`Seat` among the members, the numbers of its
+:class:`LastRounds`, and the :class:`Groups` of the generation.
+"""
 
 from __future__ import annotations
 
@@ -270,5 +275,5 @@ class Groups:
         return group, True
 
     def _check_lasts(self, generation: Generation) -> None:
-        if reason := self.membership.channel.generation_over(generation.number):
+        if reason := self.membership.channel.endings.generation_over(generation.number):
             raise ExchangeError(f"generation {generation.number} is over: {reason}")
