@@ -94,6 +94,9 @@ def use(state: RunState, member: Member, done: int, keep: int = 0) -> None:
 
 def without_the_gone(state: RunState) -> None:
     """Count no longer what those that have left have made since their last global round: others make it again."""
+    for worker, iterations in state.roster.replaced.items():
+        lose(state, worker, iterations)
+    state.roster.replaced.clear()
     for member in state.roster.left.values():
         lose_own(state, member)
 
@@ -132,10 +135,15 @@ def settle_own(state: RunState, member: Member) -> None:
 def lose_own(state: RunState, member: Member) -> None:
     """Count no longer what a member has made since its last global round: no model of the run will have it."""
     if member.unshared:
-        state.note(Why.LOSES(worker=member.worker, lost=number_of(member.unshared, "iteration")))
-        state.roster.changes.count += 1
-        state.ledger.lose(member.unshared)
+        lose(state, member.worker, member.unshared)
         member.account.share(member.done)
+
+
+def lose(state: RunState, worker: str, iterations: int) -> None:
+    """Count some of what a worker has made no longer."""
+    state.note(Why.LOSES(worker=worker, lost=number_of(iterations, "iteration")))
+    state.roster.changes.count += 1
+    state.ledger.lose(iterations)
 
 
 def committed(

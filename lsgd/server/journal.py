@@ -330,6 +330,7 @@ def capture(state: RunState, now: float) -> dict[str, Any]:
         "data": state.data.to_json(),
         "left": [_member(m) for m in roster.left.values()],
         "made": roster.made,
+        "replaced": roster.replaced,
         "links": state.links.capture(now),
         "ways": state.links.ways.capture(),
         "first": state.gathering.first,
@@ -395,6 +396,7 @@ def _state_of(saved: dict[str, Any], now: float) -> RunState:
             saved["made"],
             generation,
             Reason(*saved["broken"]),
+            saved["replaced"],
         ),
         ledger=Ledger(saved["count"], saved["base"], saved["unheard"]),
         book=RoundBook(

@@ -181,8 +181,7 @@ def _when_all_are_held(state: RunState, here: Here) -> Step | Wait:
     if state.stopping:
         return _last(state, here)
     out = [m for m in state.roster.members.values() if m.granted]  # stragglers: nobody is busy now
-    lost = sum(m.unshared for m in state.roster.left.values())
-    given = state.ledger.count - lost + sum(m.granted for m in out)
+    given = state.ledger.count - state.roster.gone + sum(m.granted for m in out)
     if any(m.state is MemberState.SILENT for m in out) and state.limit - given < len(members):
         return Wait(waits.leases)  # what it does not make comes back
     if given >= state.limit:

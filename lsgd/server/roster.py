@@ -2,6 +2,7 @@
 
 import enum
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -358,6 +359,8 @@ class Roster:
     Args:
         left: last incarnation of each departed worker, at most :data:`MAX_LEFT`.
         made: iterations of departed incarnations, by name; as many workers as in ``left``.
+        replaced: iterations since their last global round of those that cannot come back, because others have their
+            names, by name.
         generation: the current one, or the last.
         broken: reason why the generation is over; none while it lasts.
 
@@ -379,11 +382,12 @@ class Roster:
         made: Mapping[str, int] | None = None,
         generation: Generation | None = None,
         broken: Reason = NO_REASON,
+        replaced: Mapping[str, int] | None = None,
     ) -> None:
         self.changes = Changes()
         self.members = {m.worker: m for m in members}
         self.left = {m.worker: m for m in left}
-        self.made = dict(made or {})
+        self.made, self.replaced = dict(made or {}), Counter(replaced or {})
         self.generation, self.broken = generation, broken
         self.spared: set[Member] = set()
         self.happened: list[Happening] = []
@@ -405,6 +409,11 @@ class Roster:
         queue = self.queues.setdefault(member.join.node, NodeQueue(member.join.node, len(self.queues)))
         queue.members.append(member)
         return queue
+
+    @property
+    def gone(self) -> int:
+        """How many iterations since their last global round those have made that are no members any more."""
+        return self.replaced.total() + sum(m.unshared for m in self.left.values())
 
     def find(self, worker: str, incarnation: int) -> Member | None:
         """Return the member with this name and incarnation."""
@@ -495,8 +504,15 @@ class Roster:
         self.changes.count += 1
         member.entry.late = self.generation is not None
         join = member.join
+        if before := self.left.get(member.worker):
+            self._cannot_come_back(before)
         self.members[member.worker] = member
         self.happened.append(WorkerJoined(join.worker, join.node, join.address, join.gpu))
+
+    def _cannot_come_back(self, member: Member) -> None:
+        if member.unshared:
+            self.replaced[member.worker] += member.unshared
+            member.account.share(member.done)
 
     def remove(self, member: Member, reason: Reason) -> None:
         """Remove a member; its rank stays taken, as an absent one, until the next generation."""
@@ -511,7 +527,8 @@ class Roster:
         self._ended.add((member.worker, member.join.incarnation))
         if len(self.left) > MAX_LEFT:
             oldest = next(iter(self.left))
-            del self.left[oldest], self.made[oldest]
+            self._cannot_come_back(self.left.pop(oldest))
+            del self.made[oldest]
 
     def readmit(self, member: Member, reason: Reason) -> None:
         """Let a member that was evicted for its silence be one again, as a STRAGGLER with its grant."""

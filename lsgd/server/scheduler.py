@@ -253,6 +253,7 @@ def _go_back(state: RunState, step: next_step.GoBack) -> None:
     state.ledger.go_back(resumed)
     for member in (*state.roster.members.values(), *state.roster.left.values()):
         member.account.share(member.done)
+    state.roster.replaced.clear()
     if state.roster.generation is not None:
         why = Why.GONE_BACK if resumed else Why.BEGUN_ANEW
         state.note(why(count=count, resumed=resumed, lost=count - resumed))

@@ -46,7 +46,7 @@ def check_roster(roster: Roster) -> None:
 def _check_restored(roster: Roster) -> None:
     """Assert that a server can continue with these members, as from a journal."""
     members, left = roster.members.values(), roster.left.values()
-    again = Roster(members, left, roster.made, roster.generation, roster.broken)
+    again = Roster(members, left, roster.made, roster.generation, roster.broken, roster.replaced)
     assert (again.live, again.held, again.absent) == (roster.live, roster.held, roster.absent)
     assert _places(again) == _places(roster)
 

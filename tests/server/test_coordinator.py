@@ -943,6 +943,18 @@ def test_who_has_left_is_remembered_with_all_that_its_incarnations_made() -> Non
     assert bench.roster.left["node0/worker1"].join.incarnation == 2
 
 
+def test_what_a_process_has_made_is_in_no_model_once_another_has_its_name_and_has_left_too() -> None:
+    bench = started("00", "01", period=4, local_period=4)
+    bench.leave("01", did=True)
+    assert bench.ledger.count == 1, "it may be back"
+    bench.join("01", 2)
+    bench.leave("01")
+    assert bench.ledger.count == 1 and bench.roster.gone == 1
+    while bench.member("00").round is None:
+        bench.ask("00")
+    assert bench.ledger.count == bench.done["00"] > 0
+
+
 def test_only_so_many_of_those_who_have_left_are_remembered() -> None:
     roster = Roster()
     for index in range(MAX_LEFT + 2):
