@@ -19,7 +19,7 @@ from lsgd.learning_rate import factor
 from lsgd.run_folder import CHECKPOINTS
 from tests import golden
 
-from .running import Process
+from .running import Cluster, Process, until
 
 RATE = 0.05
 ITERATIONS = 64
@@ -120,15 +120,21 @@ def uninterrupted(steps: int, rate: float) -> list[float]:
     return rates
 
 
+def done_by(cluster: Cluster, worker: str) -> int:
+    return next(int(member["done"]) for member in cluster.status()["members"] if member["worker"] == worker)
+
+
 def test_a_worker_that_was_killed_has_the_rates_of_its_place_or_is_refused(cluster) -> None:
     """The first time that it comes back, its script does not say worker.follow."""
     cluster.start("--workers", "2", "--algorithm", "local", "--period", "4")
     steady = cluster.worker("scheduled", 0, 0, "--wait-at", '{"30": 1, "60": 2}')
     assert cluster.worker("scheduled", 0, 1, "--die-at", 20).wait() == -signal.SIGKILL
+    until(lambda: done_by(cluster, "node0/worker0") >= 29, "the steady one is where it waits")
     untold = cluster.worker("scheduled", 0, 1, "--life", 1, "--untold")
     assert untold.wait() == 1
     untold.says(golden.pattern("schedulers.at_30_of_90"))
     untold.says(golden.pattern("schedulers.follow"))
+    until(lambda: done_by(cluster, "node0/worker0") >= 59, "the steady one is where it waits")
     told = cluster.worker("scheduled", 0, 1, "--life", 2)
     told.succeeds()
     steady.succeeds()
