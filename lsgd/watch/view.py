@@ -111,9 +111,17 @@ class WorkerView:
 
     @property
     def lost_its_loss(self) -> bool:
-        """Whether it takes part, and its loss is no finite number any more."""
-        had_one = any(total.loss is not None for total in self.totals)
-        return had_one and self.loss is None and self.state in TAKES_PART
+        """Whether it takes part, and its loss is no finite number any more; a new process has said none yet."""
+        if self.loss is not None or self.state not in TAKES_PART:
+            return False
+        done = self.done
+        for total in reversed([*self.totals]):
+            if total.done > done:  # of an earlier process
+                return False
+            if total.loss is not None:
+                return True
+            done = total.done
+        return False
 
     def add(self, time: float, now: WorkerProgress) -> None:
         """Add a point to its curve; falling totals mean that a new process replaced the last."""

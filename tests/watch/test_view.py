@@ -23,7 +23,7 @@ from lsgd.protocol.events import (
 from lsgd.protocol.messages import Generation
 from lsgd.watch.history import Series
 from lsgd.watch.reader import Batch
-from lsgd.watch.view import MAX_LINES, MAX_POINTS, MAX_ROUNDS, RunView
+from lsgd.watch.view import MAX_LINES, MAX_POINTS, MAX_ROUNDS, RunView, WorkerView
 
 REPORT = {
     **{"run": "r", "state": "waiting", "reason": "why", "code": "joining", "algorithm": "leader", "period": 8},
@@ -212,3 +212,15 @@ def test_six_hours_stay_small() -> None:
     totals = list(view.workers[WHO].totals)
     assert MAX_POINTS / 2 < len(totals) <= MAX_POINTS + 1
     assert totals[-1].compute_s == 6 * 3600 - 1  # totals lose nothing where points are left out
+
+
+def test_a_new_process_that_has_said_no_loss_yet_has_not_lost_one() -> None:
+    worker = WorkerView(WHO, state="live")
+    for time, (done, loss) in enumerate([(5, 0.5), (240, 0.1), (0, None), (0, None)]):
+        worker.done, worker.loss = done, loss
+        worker.add(float(time), WorkerProgress(WHO, 0, "live", done, loss, 0.1, 1.0 * time, 0.0, 0.0, time, 0))
+        assert not worker.lost_its_loss
+    for time, (done, loss) in enumerate([(3, 0.4), (4, None)], 9):
+        worker.done, worker.loss = done, loss
+        worker.add(float(time), WorkerProgress(WHO, 0, "live", done, loss, 0.1, 1.0 * time, 0.0, 0.0, time, 0))
+    assert worker.lost_its_loss
