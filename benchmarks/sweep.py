@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from benchmarks.report.about import about, argument_parser, heading, write_json
-from benchmarks.report.tables import table
+from benchmarks.report.tables import standard_error, table
 from lsgd.algorithms.leader import LeaderSettings
 from lsgd.flat import FlatParameters
 from lsgd.testing.simulation import SimulatedGroup, SimulatedWorker, simulate
@@ -167,11 +167,6 @@ def row(result: Result, against: Result) -> Sequence[str]:
         *(f"{statistics.median_low(of_target):g}" for of_target in reached),
         f"{sum(map(math.isfinite, reached[-1]))} of {len(reached[-1])}",
     )
-
-
-def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean; not a number for a single value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def main() -> int:

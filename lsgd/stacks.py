@@ -6,29 +6,18 @@ may read the process's descriptors finds the file there, and so knows that the s
 """
 
 import faulthandler
-import functools
 import json
 import os
 import re
 import signal
 import sysconfig
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-
-_OTHERS = tuple(
-    f"{os.path.realpath(folder)}{os.sep}"
-    for folder in {
-        str(Path(__file__).parent),
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    }
-    if folder
-)
-"""Folders whose files are no part of a script: Python's, those of installed packages, and lsgd's."""
 
 SIGNAL = signal.SIGRTMIN + 6
 _FILE = "lsgd-stacks"
@@ -68,24 +57,6 @@ class Listener:
             os.kill(self.pid, SIGNAL)
             return _read(file.fileno()).decode(errors="replace")
         return ""
-
-
-@functools.cache
-def path_of(filename: str) -> str:
-    """Return the path of a file of the script; empty if it is another's."""
-    if filename.startswith("<"):
-        return ""
-    path = os.path.realpath(filename)
-    return "" if path.startswith(_OTHERS) or not path.endswith(".py") else path
-
-
-def place_of(traceback: Iterable[tuple[str, int]]) -> str:
-    """Return the innermost line of the script in a traceback: ``, in line 20 of train.py``; empty: none is.
-
-    ``traceback`` has the files and lines of its calls, the outermost first.
-    """
-    of_script = [(path_of(file), line) for file, line in traceback if path_of(file)]
-    return f", in line {of_script[-1][1]} of {os.path.basename(of_script[-1][0])}" if of_script else ""
 
 
 def is_of_lsgd(thread: str) -> bool:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lsgd"
 LAYERS = (
     "errors built",
-    "lazy output payload processors registry election settings shards probe digests means observer stacks",
+    "lazy output payload processors registry election settings shards probe digests means observer stacks script_lines",
     "scattered layers",
     "flat",
     "learning_rate schedulers",

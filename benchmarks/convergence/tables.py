@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from benchmarks.methods import ALL, ONE_MACHINE, ONE_MACHINE_SAMPLES, PERIODIC
-from benchmarks.report.tables import number, spread, table, worth_in_steps
+from benchmarks.report.tables import number, spread, standard_error, table, worth_in_steps
 
 REFERENCES = ("ddp", "allreduce")  # the first that was run; simulated, the second is exactly the first
 COLUMNS = (
@@ -163,14 +163,9 @@ def _over(of_one: pd.DataFrame, reference: pd.DataFrame) -> Sequence[str]:
     ]
     return (
         number(statistics.mean(over) if over else math.nan, "+.2f"),
-        number(_error(over), ".2f"),
-        number(_error([statistics.mean(each) for each in zip(*differences, strict=True)]), ".2f"),
+        number(standard_error(over), ".2f"),
+        number(standard_error([statistics.mean(each) for each in zip(*differences, strict=True)]), ".2f"),
     )
-
-
-def _error(values: Sequence[float]) -> float:
-    """Return the standard error of the values' mean; NaN: there are too few."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def _median_steps(of_one: pd.DataFrame) -> float:

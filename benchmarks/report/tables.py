@@ -31,3 +31,8 @@ def spread(values: Sequence[float], form: str) -> str:
         return ""
     mean = format(statistics.mean(values), form)
     return f"{mean} ± {format(statistics.stdev(values), form.lstrip('+'))}" if len(values) > 1 else mean
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean; not a number for a single value."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan

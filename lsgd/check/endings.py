@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lsgd.check.facts import Life, Run
 from lsgd.check.verdicts import Finding, Verdict, distinct
-from lsgd.stacks import path_of
+from lsgd.script_lines import innermost
 
 COLLECTIVE = ("mean", "barrier", "finish", "leave")
 """Calls in which all workers meet."""
@@ -121,9 +121,8 @@ def crash_of(run: Run) -> tuple[str, str]:
         said = _LINE.findall(log)
         if not said:
             continue
-        frames = [(path_of(path), line) for path, line in _FRAME.findall(log) if path_of(path)]
-        where = ":".join(frames[-1]) if frames else ""
-        return where, said[-1].strip()[:600]
+        where = innermost((path, int(line)) for path, line in _FRAME.findall(log))
+        return f"{where[0]}:{where[1]}" if where else "", said[-1].strip()[:600]
     launcher = [line for line in run.logs.get("launcher", "").splitlines() if line.strip()]
     return "", launcher[-1][:600] if launcher else ""
 

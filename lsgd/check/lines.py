@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
-from lsgd.stacks import path_of
+from lsgd.script_lines import path_of
 
 
 def line_of(frame: FrameType) -> str:

@@ -34,7 +34,7 @@ from lsgd.client.wrap import eager
 from lsgd.observer import Observer
 from lsgd.schedulers import count_of, length_of, optimizer_of
 from lsgd.schedulers import counts as counts_steps
-from lsgd.stacks import path_of
+from lsgd.script_lines import path_of
 
 AT_EVERY_S = 0.5
 """How often the line at which the script is is noted."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lsgd import stacks
+from lsgd import script_lines
 from lsgd.algorithms.base import is_muon
 from lsgd.algorithms.gradient import GradientAlgorithm
 from lsgd.client.checkpoint.checkpoints import Checkpoints
@@ -894,7 +894,7 @@ class Worker:
     def fails(self, error: BaseException) -> None:
         """Leave the run because the script ends with an error; nothing does so after an orderly end."""
         calls = ((frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__))
-        self._end(failed=True, reason=f"{type(error).__name__}: {error}{stacks.place_of(calls)}")
+        self._end(failed=True, reason=f"{type(error).__name__}: {error}{script_lines.in_words(calls)}")
 
     def gives_way(self) -> None:
         """Leave a run that has ended, because the script joins again."""

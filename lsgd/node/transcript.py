@@ -17,7 +17,7 @@ from pathlib import Path
 from lsgd.node.screen import CONTROL, CONTROL_BUT_COLOUR, TRACEBACK, Screen
 from lsgd.output import DETAIL, append, stamped
 from lsgd.protocol.sockets import Wakeup
-from lsgd.stacks import place_of
+from lsgd.script_lines import in_words
 
 SAY_EVERY_S = 60.0
 """Shortest time between two reports that the same log fails."""
@@ -185,7 +185,7 @@ class Transcript:
         plain = CONTROL.sub("", text)
         self.mistake = plain.rpartition("\n")[2]
         calls = ((file, int(line)) for file, line in _CALL.findall(plain))
-        brief = f"{self.mistake}{place_of(calls)} (the traceback: {self._path})"
+        brief = f"{self.mistake}{in_words(calls)} (the traceback: {self._path})"
         self._show(brief if self._screen.brief else text, plain)
 
     def _add(self, text: str) -> None:

@@ -114,13 +114,12 @@ class Ledger:
         left. ``queues``: by node.
         """
         self.use(member, done)
-        if member.granted and member.rank >= 0 and not stopping:
-            self.tokens += member.granted
-            queues[member.join.node].tokens += member.granted
+        unused, member.account.granted = member.granted, 0
+        if unused and member.rank >= 0 and not stopping:
+            self.tokens += unused
+            queues[member.join.node].tokens += unused
             self.released = True
-            member.account.granted = 0
             self.shorten(limit, members)
-        member.account.granted = 0
 
     def use(self, member: Member, done: int, keep: int = 0) -> None:
         """Count what a member has done; take it from its grant except the last ``keep``, then from the run's queue.
