@@ -111,17 +111,9 @@ class WorkerView:
 
     @property
     def lost_its_loss(self) -> bool:
-        """Whether it takes part, and its loss is no finite number any more; a new process has said none yet."""
-        if self.loss is not None or self.state not in TAKES_PART:
-            return False
-        done = self.done
-        for total in reversed([*self.totals]):
-            if total.done > done:  # of an earlier process
-                return False
-            if total.loss is not None:
-                return True
-            done = total.done
-        return False
+        """Whether it takes part, and has made something since its last finite loss without another one."""
+        last = next((total for total in reversed([*self.totals]) if total.loss is not None), None)
+        return self.loss is None and self.state in TAKES_PART and last is not None and last.done < self.done
 
     def add(self, time: float, now: WorkerProgress) -> None:
         """Add a point to its curve; falling totals mean that a new process replaced the last."""

@@ -131,7 +131,9 @@ def test_a_line_of_a_run_that_waits_has_no_rate():
 def test_a_line_names_workers_whose_losses_are_no_numbers_any_more():
     run = run_of(3)
     for seq, loss in ((3, 0.5), (4, None)):
-        at = [WorkerProgress(f"node{n}/worker0", n, "live", 600, loss, 0.0, 1.0, 0.0, 0.0, 0, 0) for n in range(2)]
+        at = [
+            WorkerProgress(f"node{n}/worker0", n, "live", 597 + seq, loss, 0.0, 1.0, 0.0, 0.0, 0, 0) for n in range(2)
+        ]
         run.apply(Batch((Event(seq, 10.0 * seq, RunProgress(run.now, tuple(at))),), connected=True))
     assert "; no finite loss: node0/worker0, node1/worker0 (lower" in line(run)
     assert [text.split()[4:6] for text in plain(frame(run, COLUMNS, ROWS))[1:3]] == [["not", "finite"]] * 2

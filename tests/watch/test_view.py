@@ -215,12 +215,13 @@ def test_six_hours_stay_small() -> None:
 
 
 def test_a_new_process_that_has_said_no_loss_yet_has_not_lost_one() -> None:
+    """It begins where the one before has ended: what a name has made is a sum over its processes."""
     worker = WorkerView(WHO, state="live")
-    for time, (done, loss) in enumerate([(5, 0.5), (240, 0.1), (0, None), (0, None)]):
+
+    def says(time: float, done: int, loss: float | None) -> bool:
         worker.done, worker.loss = done, loss
-        worker.add(float(time), WorkerProgress(WHO, 0, "live", done, loss, 0.1, 1.0 * time, 0.0, 0.0, time, 0))
-        assert not worker.lost_its_loss
-    for time, (done, loss) in enumerate([(3, 0.4), (4, None)], 9):
-        worker.done, worker.loss = done, loss
-        worker.add(float(time), WorkerProgress(WHO, 0, "live", done, loss, 0.1, 1.0 * time, 0.0, 0.0, time, 0))
-    assert worker.lost_its_loss
+        worker.add(time, WorkerProgress(WHO, 0, "live", done, loss, 0.1, time, 0.0, 0.0, int(time), 0))
+        return worker.lost_its_loss
+
+    assert not any(says(*each) for each in [(1.0, 5, 0.5), (2.0, 240, 0.1), (3.0, 240, None), (4.0, 240, None)])
+    assert not says(5.0, 243, 0.4) and says(6.0, 244, None)
